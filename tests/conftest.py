@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = (
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
@@ -31,3 +32,14 @@ def key():
 def rng():
     """A fixed NumPy generator, for oracles that must not use jax."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def unchecked():
+    """Switches the annotations' own checks off, as they are for users.
+
+    For tests of an error that a wrong type gets from the library itself.
+    """
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
