@@ -1,1 +1,30 @@
-"""Placeholder."""
+"""The training layer: a state, one jitted step, evaluation, meters and writers."""
+
+from jaxaccel.train._compiles import CompileCounter
+from jaxaccel.train._evaluate import evaluate
+from jaxaccel.train._linen import from_linen
+from jaxaccel.train._meter import Meter, MeterReading
+from jaxaccel.train._nnx import from_nnx
+from jaxaccel.train._progress import ProgressLine
+from jaxaccel.train._state import TrainState
+from jaxaccel.train._step import make_eval_step, make_train_step
+from jaxaccel.train._task import Task, classification_loss, masked_mean
+from jaxaccel.train._writers import MetricBuffer, TensorBoardWriter
+
+__all__ = (
+    "CompileCounter",
+    "Meter",
+    "MeterReading",
+    "MetricBuffer",
+    "ProgressLine",
+    "Task",
+    "TensorBoardWriter",
+    "TrainState",
+    "classification_loss",
+    "evaluate",
+    "from_linen",
+    "from_nnx",
+    "make_eval_step",
+    "make_train_step",
+    "masked_mean",
+)
