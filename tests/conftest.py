@@ -3,8 +3,8 @@
 import os
 
 # Before jax starts: eight CPU devices, so that sharded cases run anywhere.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
+    "XLA_FLAGS", ""
 )
 
 import hypothesis  # noqa: E402

@@ -47,8 +47,8 @@ def make_train_step(
 
     Returns:
       `train_step(state, batch) -> (state, metrics)`, a jitted function (with
-      `lower` and `trace`); the metrics are those of the loss and `"loss"`, all float32 scalars on the
-      device.
+      `lower` and `trace`); the metrics are those of the loss and `"loss"`, all
+      float32 scalars on the device.
 
     Raises:
       TypeError: If an argument is not callable or `tx` is no transformation;
