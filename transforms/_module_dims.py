@@ -1,0 +1,124 @@
+"""A resolver that reads the layouts off an NNX model."""
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxaccel.transforms._dims import KernelDims, KeyPath, Resolver, path_names
+from jaxaccel.transforms._flax_dims import flax_dims
+
+
+def module_dims(model: Any) -> Resolver:
+    """Returns a resolver that knows the layers of an NNX model.
+
+    Reads Linear, LinearGeneral (and with it attention), Conv and
+    ConvTranspose, both kernel forms. An axis more than the layer itself has,
+    as `nnx.vmap` adds for `nnx.scan`, is a batch axis. Kernels of other
+    layers are resolved as `flax_dims` does; those of `nnx.Einsum` are an error
+    that names the remedy.
+
+    Args:
+        model: an `nnx.Module`; only its structure is read, nothing is kept.
+
+    Returns:
+        A resolver for the parameters of this model, as `nnx.state` gives
+        them, or `nnx.to_pure_dict` of those. A kernel at a path that the model
+        does not have is an error.
+
+    Raises:
+        TypeError: the model is not an NNX module.
+        ValueError: it is not evident which axis of a kernel is the stacked one.
+
+    Examples:
+        >>> import jax
+        >>> from flax import nnx
+        >>> from jaxaccel.transforms import module_dims
+        >>> up = nnx.ConvTranspose(8, 4, (3, 3), transpose_kernel=True,
+        ...                        rngs=nnx.Rngs(0))
+        >>> params = nnx.to_pure_dict(nnx.state(up, nnx.Param))
+        >>> jax.tree_util.tree_map_with_path(module_dims(up), params)["kernel"]
+        KernelDims(reduction=(0, 1, 3), output=(2,), batch=())
+    """
+    from flax import nnx
+
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"module_dims reads an nnx.Module, got {type(model).__name__}; "
+            "a Linen module does not hold its parameters: use flax_dims, "
+            "with override_dims where it cannot decide"
+        )
+    nodes = {tuple(map(str, path)): node for path, node in nnx.iter_graph(model)}
+    variables = {path for path, node in nodes.items() if isinstance(node, nnx.Variable)}
+    known: dict[tuple[str, ...], KernelDims] = {
+        (*path, "kernel"): _layer_dims(path, node)
+        for path, node in nodes.items()
+        if isinstance(
+            node, (nnx.Linear, nnx.LinearGeneral, nnx.Conv, nnx.ConvTranspose)
+        )
+    }
+    einsums = {p for p, node in nodes.items() if isinstance(node, nnx.Einsum)}
+
+    def resolver(path: KeyPath, leaf: Any) -> KernelDims | None:
+        names = path_names(path)
+        if names in known:
+            return known[names]
+        if names[-1:] == ("kernel",) and names not in variables:
+            raise ValueError(
+                f"the model given to module_dims has no {jax.tree_util.keystr(path)}; "
+                "give the parameters as nnx.state(model, nnx.Param) holds them"
+            )
+        if names[-1:] == ("kernel",) and names[:-1] in einsums:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} of shape {np.shape(leaf)} belongs to an "
+                "nnx.Einsum, whose axes mean what its equation says; give them with "
+                f"override_dims({{{'/'.join(names)!r}: KernelDims(...)}}, "
+                "module_dims(model))"
+            )
+        return flax_dims(path, leaf)
+
+    return resolver
+
+
+def _layer_dims(path: tuple[str, ...], layer: Any) -> KernelDims:
+    shape, dims = _own_layout(layer)
+    actual = tuple(layer.kernel.shape)
+    rank = len(actual)
+    stackings = [
+        batch
+        for batch in itertools.combinations(range(rank), rank - len(shape))
+        if tuple(actual[axis] for axis in range(rank) if axis not in batch) == shape
+    ]
+    if len(stackings) != 1:
+        raise ValueError(
+            f"the kernel of {'/'.join(path)} has shape {actual}, a layer alone has "
+            f"{shape}: which axis is stacked is not evident; use override_dims"
+        )
+    kept = [axis for axis in range(rank) if axis not in stackings[0]]
+    return KernelDims(
+        tuple(kept[axis] for axis in dims.reduction),
+        tuple(kept[axis] for axis in dims.output),
+        stackings[0] + tuple(kept[axis] for axis in dims.batch),
+    )
+
+
+def _own_layout(layer: Any) -> tuple[tuple[int, ...], KernelDims]:
+    """Shape and roles of the kernel of one layer, before any stacking."""
+    from flax import nnx
+
+    if isinstance(layer, nnx.Linear):
+        return (layer.in_features, layer.out_features), KernelDims((0,), (1,))
+    if isinstance(layer, nnx.LinearGeneral):
+        batch = tuple(layer.batch_axis.values())
+        shape = batch + tuple(layer.in_features) + tuple(layer.out_features)
+        fan_in = len(batch) + len(layer.in_features)
+        axes = tuple(range(len(shape)))
+        return shape, KernelDims(
+            axes[len(batch) : fan_in], axes[fan_in:], axes[: len(batch)]
+        )
+    shape = tuple(layer.kernel_shape)
+    transposed = isinstance(layer, nnx.ConvTranspose) and layer.transpose_kernel
+    output = len(shape) - (2 if transposed else 1)
+    reduction = tuple(axis for axis in range(len(shape)) if axis != output)
+    return shape, KernelDims(reduction, (output,))
