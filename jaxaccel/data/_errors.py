@@ -1,0 +1,44 @@
+"""The one exception that callers of `jaxaccel.data` may want to catch by name."""
+
+import os
+
+
+class DataCorruptionError(ValueError):
+    """A data file does not hold what its own header promises.
+
+    Args:
+      path: The damaged file.
+      record: Index of the first damaged example, or None where the damage lies
+        in the header or cannot be tied to an example.
+      offset: Byte offset in the file (in the decompressed content, where the
+        message says so) at which the damage was noticed.
+      reason: What was expected and what was found.
+
+    Examples:
+      >>> from jaxaccel.data import DataCorruptionError
+      >>> print(DataCorruptionError("a.npy", 3, 152, "expected 160 bytes, found 152"))
+      a.npy: expected 160 bytes, found 152 (record 3, byte offset 152). Delete the \
+file and fetch it again.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        record: int | None,
+        offset: int,
+        reason: str,
+    ):
+        # All four as `args`, so that the exception survives pickling.
+        super().__init__(os.fspath(path), record, offset, reason)
+        self.path = os.fspath(path)
+        self.record = record
+        self.offset = offset
+        self.reason = reason
+
+    def __str__(self) -> str:
+        where = f"byte offset {self.offset}"
+        if self.record is not None:
+            where = f"record {self.record}, {where}"
+        return (
+            f"{self.path}: {self.reason} ({where}). Delete the file and fetch it again."
+        )

@@ -1,0 +1,308 @@
+"""A whole data set on the device: only indices travel."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxaccel.data._device import DeviceBatches, check_column, put_column, to_device
+from jaxaccel.data._loader import check_plan
+from jaxaccel.data._plan import BatchPlan
+from jaxaccel.data._state import make_state, read_state
+from jaxaccel.data._store import ArrayStore, ColumnSpec
+
+# Where the device does not tell its memory, as the CPU does not.
+_DEFAULT_MAX_BYTES = 2 << 30
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class DeviceDataset:
+    """All columns of a store, resident on the device.
+
+    A pytree: pass it to a jitted function as an argument. Closing over it would
+    write the whole data set into the compiled program.
+
+    Args:
+      store: The store; it is copied, so later changes to its arrays do not show.
+      sharding: Where each column goes; None uses the default device, uncommitted.
+      max_fraction: Largest share of a device's memory that the data may take.
+      max_bytes: Largest size in bytes on a device, instead of the share. Where
+        the device does not tell its memory (CPU), the default is 2 GiB.
+
+    Attributes:
+      columns: Device array of each column, `(examples, ...)`.
+
+    Raises:
+      TypeError: If jax would silently narrow a column.
+      ValueError: If the data is larger than the limit, or the sharding does not
+        divide it.
+
+    Examples:
+      >>> import numpy as np
+      >>> from jaxaccel.data import ArrayStore, BatchPlan, DeviceDataset
+      >>> store = ArrayStore({"label": np.arange(6, dtype=np.uint8)})
+      >>> dataset = DeviceDataset(store)
+      >>> dataset.take(np.array([5, 0]))["label"].tolist()
+      [5, 0]
+      >>> with dataset.batches(BatchPlan(6, 3, epochs=1, shuffle=False)) as batches:
+      ...     labels = [batch["label"].tolist() for batch in batches]
+      >>> labels, batches.bytes_put
+      ([[0, 1, 2], [3, 4, 5]], 24)
+    """
+
+    def __init__(
+        self,
+        store: ArrayStore,
+        *,
+        sharding: jax.sharding.Sharding | None = None,
+        max_fraction: float = 0.5,
+        max_bytes: int | None = None,
+    ):
+        if not 0 < max_fraction <= 1:
+            raise ValueError(
+                f"max_fraction must be in (0, 1], got {max_fraction}; 0.5 leaves half "
+                "of the memory to the model"
+            )
+        if len(store) > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"a resident data set is indexed by int32, but the store holds "
+                f"{len(store)} examples; use a Loader"
+            )
+        for name, array in store.columns.items():
+            check_column(name, array)
+        _check_memory(store, sharding, max_fraction, max_bytes)
+        self.num_examples = len(store)
+        self.columns: dict[str, Any] = {
+            # A copy: the CPU backend would adopt the store's own memory.
+            name: put_column(name, _native_copy(array), sharding)
+            for name, array in store.columns.items()
+        }
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __repr__(self) -> str:
+        return f"DeviceDataset({self.num_examples} examples, {self.columns})"
+
+    @property
+    def spec(self) -> dict[str, ColumnSpec]:
+        """`ColumnSpec` (shape of one example, dtype) by name."""
+        return {
+            name: ColumnSpec(tuple(array.shape[1:]), np.dtype(array.dtype))
+            for name, array in self.columns.items()
+        }
+
+    def take(self, indices: jax.typing.ArrayLike) -> dict[str, jax.Array]:
+        """Reads rows on the device; works inside jit.
+
+        Args:
+          indices: Integers, any shape. NumPy indices are checked; traced or
+            device ones cannot be without waiting for the device, and are clipped
+            to the valid range.
+
+        Returns:
+          One array for each column, `(*indices.shape, ...)`.
+
+        Raises:
+          IndexError: If a NumPy index is out of range.
+          TypeError: If the indices are not integers.
+        """
+        if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
+            raise TypeError(
+                f"indices must be integers, got {jnp.result_type(indices)}; cast them "
+                "with .astype(np.int32)"
+            )
+        if isinstance(indices, np.ndarray) and indices.size:
+            if indices.min() < 0 or indices.max() >= self.num_examples:
+                raise IndexError(
+                    f"indices must lie in 0 to {self.num_examples - 1}, got "
+                    f"{indices.min()} to {indices.max()}"
+                )
+        rows = jnp.asarray(indices)
+        return {
+            name: jnp.take(array, rows, axis=0, mode="clip")
+            for name, array in self.columns.items()
+        }
+
+    def batches(
+        self,
+        plan: BatchPlan,
+        *,
+        sharding: jax.sharding.Sharding | None = None,
+        depth: int = 2,
+    ) -> "ResidentBatches":
+        """Iterates over the batches of a plan, gathered on the device.
+
+        The batches equal those of a `Loader` with the same plan, and a state
+        saved from either continues with the other. Only the indices travel:
+        four bytes an example.
+
+        Args:
+          plan: Which examples make up which batch.
+          sharding: Where the indices go; None leaves them uncommitted.
+          depth: Index arrays under way ahead of the batch handed out.
+
+        Returns:
+          An iterator over device batches, like that of `to_device`.
+
+        Raises:
+          ValueError: If the plan is for another number of examples.
+        """
+        source = _Indices(self, plan)
+        return ResidentBatches(self, to_device(source, sharding=sharding, depth=depth))
+
+    def tree_flatten_with_keys(self):
+        """Splits the data set into its columns and the number of examples."""
+        names = sorted(self.columns)
+        leaves = [(jax.tree_util.DictKey(n), self.columns[n]) for n in names]
+        return leaves, (tuple(names), self.num_examples)
+
+    @classmethod
+    def tree_unflatten(cls, aux, leaves):
+        """Rebuilds the data set, without the checks of a new one."""
+        dataset = object.__new__(cls)
+        names, dataset.num_examples = aux
+        dataset.columns = dict(zip(names, leaves, strict=True))
+        return dataset
+
+
+class ResidentBatches:
+    """Iterator over gathered batches; `DeviceDataset.batches` describes it."""
+
+    def __init__(self, dataset: DeviceDataset, indices: DeviceBatches):
+        self._dataset, self._indices = dataset, indices
+
+    def __iter__(self) -> Self:
+        iter(self._indices)
+        return self
+
+    def __next__(self) -> dict[str, jax.Array]:
+        return _gather(self._dataset, next(self._indices))
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def bytes_put(self) -> int:
+        """Size of all index arrays handed to the device so far."""
+        return self._indices.bytes_put
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the state after the batch that was handed out last."""
+        return self._indices.get_state()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues at a saved state."""
+        self._indices.set_state(state)
+
+    def close(self) -> None:
+        """Drops the indices under way."""
+        self._indices.close()
+
+
+class _Indices:
+    """Host batches that hold only int32 indices, with a loader's state."""
+
+    def __init__(self, dataset: DeviceDataset, plan: BatchPlan):
+        check_plan(len(dataset), dataset.spec, plan)
+        self._plan, self._spec, self._step = plan, dataset.spec, 0
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._step == self._plan.num_steps:
+            raise StopIteration
+        rows = self._plan.indices(self._step).astype(np.int32)
+        if self._plan.remainder == "drop":
+            batch = {"index": rows}
+        else:
+            # Padding travels as the complement, so that no mask has to.
+            mask = self._plan.mask(self._step)
+            batch = {"padded_index": np.where(mask, rows, ~rows)}
+        self._step += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def get_state(self) -> dict[str, Any]:
+        return make_state(self._step, self._plan, self._spec)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self._step = read_state(state, self._plan, self._spec)
+
+
+@jax.jit
+def _gather(
+    dataset: DeviceDataset, batch: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    if "index" in batch:
+        return dataset.take(batch["index"])
+    rows = batch["padded_index"]
+    mask = rows >= 0
+    return {**dataset.take(jnp.where(mask, rows, ~rows)), "mask": mask}
+
+
+def _native_copy(array: np.ndarray) -> np.ndarray:
+    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+
+
+def _check_memory(
+    store: ArrayStore,
+    sharding: jax.sharding.Sharding | None,
+    max_fraction: float,
+    max_bytes: int | None,
+) -> None:
+    size = sum(_bytes_on_a_device(array, sharding) for array in store.columns.values())
+    if max_bytes is not None:
+        limit, why = max_bytes, "max_bytes"
+    else:
+        limit, why = _memory_limit(sharding, max_fraction)
+    if size > limit:
+        raise ValueError(
+            f"the data set takes {size} bytes on a device, more than {limit} ({why}); "
+            "ship batches with Loader and to_device, shard it over more devices, or "
+            "raise the limit with max_bytes"
+        )
+
+
+def _bytes_on_a_device(
+    array: np.ndarray, sharding: jax.sharding.Sharding | None
+) -> int:
+    shape = array.shape
+    if sharding is not None:
+        try:
+            shape = sharding.shard_shape(shape)
+        except ValueError:
+            # Placing it will fail, too, with the column's name.
+            pass
+    return math.prod(shape) * array.dtype.itemsize
+
+
+def _memory_limit(
+    sharding: jax.sharding.Sharding | None, max_fraction: float
+) -> tuple[int, str]:
+    if sharding is None:
+        device = jax.local_devices()[0]
+    else:
+        device = min(sharding.addressable_devices, key=lambda d: d.id)
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return _DEFAULT_MAX_BYTES, f"the default for {device.platform}"
+    total = stats["bytes_limit"]
+    free = total - stats.get("bytes_in_use", 0)
+    why = f"max_fraction={max_fraction} of {total} bytes, of which {free} are free"
+    return min(int(max_fraction * total), free), why

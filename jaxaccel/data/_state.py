@@ -1,0 +1,79 @@
+"""The state of a run over a store: small, JSON-able, and checked when restored."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxaccel.data._plan import BatchPlan
+from jaxaccel.data._store import ColumnSpec
+
+
+def make_state(
+    step: int, plan: BatchPlan, spec: Mapping[str, ColumnSpec]
+) -> dict[str, Any]:
+    """Describes a position so that it can be restored, and refused elsewhere.
+
+    Args:
+      step: Batches yielded so far.
+      plan: The plan they followed.
+      spec: The store's columns.
+
+    Returns:
+      A dict of integers, strings, booleans and dicts. What may change between
+      two runs is left out: the number of epochs and of processes.
+    """
+    fingerprint: dict[str, Any] = {
+        name: getattr(plan, name)
+        for name in ("num_examples", "batch_size", "seed", "shuffle", "remainder")
+    }
+    # Text, because JSON turns tuples into lists.
+    fingerprint["columns"] = {
+        name: f"{column.dtype}{list(column.shape)}" for name, column in spec.items()
+    }
+    return {"step": step, "fingerprint": fingerprint}
+
+
+def read_state(
+    state: Mapping[str, Any], plan: BatchPlan, spec: Mapping[str, ColumnSpec]
+) -> int:
+    """Checks a state against a plan and a store.
+
+    Args:
+      state: What `make_state` returned, possibly through JSON.
+      plan: The plan to continue with.
+      spec: The columns of the store to continue with.
+
+    Returns:
+      The step to continue at.
+
+    Raises:
+      ValueError: If it is no such state, belongs to another plan or store, or its
+        step is behind the end of the plan.
+    """
+    if not isinstance(state, Mapping) or set(state) != {"step", "fingerprint"}:
+        raise ValueError(
+            "a loader's state has the keys 'step' and 'fingerprint'; pass what "
+            f"get_state() returned, got {state!r}"
+        )
+    step, theirs = state["step"], state["fingerprint"]
+    if not isinstance(theirs, Mapping):
+        raise ValueError(f"the state's fingerprint must be a dict, got {theirs!r}")
+    ours = make_state(0, plan, spec)["fingerprint"]
+    differing = [
+        f"{name}: saved {theirs.get(name)!r}, now {ours.get(name)!r}"
+        for name in sorted(ours | dict(theirs))
+        if theirs.get(name) != ours.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            "the state was saved from another plan or store and would continue with "
+            f"other batches ({'; '.join(differing)}); use the saved values, or start "
+            "anew without the state"
+        )
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"the state's step must be an integer >= 0, got {step!r}")
+    if plan.num_steps is not None and step > plan.num_steps:
+        raise ValueError(
+            f"the state is at step {step}, but the plan ends after {plan.num_steps} "
+            "steps; give the plan more epochs"
+        )
+    return step
