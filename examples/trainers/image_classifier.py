@@ -1,0 +1,485 @@
+"""Trains one small network three times and prints what each change brought.
+
+    python examples/trainers/image_classifier.py            # or: make train
+    python examples/trainers/image_classifier.py --tune --transform znorm
+
+The same strided convolutional network (Flax NNX, 16/32/64 channels, batch norm),
+initial weights, batch order, augmentation and optimizer (SGD, momentum 0.9, cosine
+decay); one thing changes at a time:
+
+    a  float32 on the host   the usual way: batches are augmented and normalized to
+                             float32 by NumPy, then shipped
+    b  uint8, in the step    bytes are shipped as they are stored; augmented and
+                             normalized inside the jitted step
+    c  b + znorm             the same, with a gradient transformation before the
+                             momentum, at the learning rate that suits it
+
+Data: Fashion-MNIST, fetched once. It writes TensorBoard logs and learning_curves.png
+to --logdir. Learning rates come from --tune: a grid on the last sixth of the training
+set, never on the test set.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxaccel.transforms
+from jaxaccel import data, train
+
+# ------------------------------------------------------------------------ settings
+
+MOMENTUM = 0.9
+LOG_EVERY = 50
+EVAL_BATCH_SIZE = 1000
+WIDTHS = (16, 32, 64)
+
+TRANSFORMS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "none": optax.identity,
+    "znorm": jaxaccel.transforms.znorm,
+    "centralize": jaxaccel.transforms.centralize_gradients,
+    "clip": lambda: jaxaccel.transforms.clip_by_global_norm(1.0),
+}
+
+# The best of each grid below, as --tune found them.
+LEARNING_RATES = {
+    ("sgd", "none"): 0.1,
+    ("sgd", "znorm"): 1e-3,
+    ("sgd", "centralize"): 0.1,
+    ("sgd", "clip"): 0.1,
+    ("adam", "none"): 3e-3,
+    ("adam", "znorm"): 3e-3,
+    ("adam", "centralize"): 3e-3,
+    ("adam", "clip"): 3e-3,
+}
+GRIDS: dict[Any, tuple[float, ...]] = {
+    ("sgd", "znorm"): (1e-4, 3e-4, 1e-3, 3e-3),
+    "sgd": (0.01, 0.03, 0.1, 0.3),
+    "adam": (3e-4, 1e-3, 3e-3, 1e-2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One row of the table."""
+
+    name: str
+    ships_uint8: bool
+    transform: str
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run measured."""
+
+    run: Run
+    bytes_per_epoch: int
+    compilations: int
+    reading: train.MeterReading
+    losses: list[float]
+    """Mean training loss of each epoch."""
+    accuracies: list[float]
+    """Accuracy on the held-out set after each epoch."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dataset",
+        choices=["fashion_mnist", "digits", "cifar10"],
+        help="default: fashion_mnist, or digits where that cannot be fetched",
+    )
+    parser.add_argument("--epochs", type=positive(int), default=10)
+    parser.add_argument("--batch-size", type=positive(int), default=128)
+    parser.add_argument("--transform", choices=TRANSFORMS, default="znorm")
+    parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
+    parser.add_argument(
+        "--precision",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the network's arithmetic; parameters stay float32",
+    )
+    parser.add_argument("--augment", choices=["none", "flip-crop"], default="flip-crop")
+    parser.add_argument("--crop-pad", type=positive(int), default=1)
+    parser.add_argument(
+        "--learning-rate",
+        type=positive(float),
+        help="for all runs; default: what --tune found for each",
+    )
+    parser.add_argument("--logdir", type=pathlib.Path, default="logs/image_classifier")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tune", action="store_true", help="run the grids, then stop")
+    parser.add_argument("--record", type=pathlib.Path, help="write a JSON record here")
+    return parser.parse_args(argv)
+
+
+def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"
+    return parse
+
+
+# ---------------------------------------------------------------------------- data
+
+
+def load(name: str | None) -> data.NamedDataset:
+    if name is not None:
+        return data.load_dataset(name)
+    try:
+        return data.load_dataset("fashion_mnist")
+    except data.DatasetUnavailableError as error:
+        print(
+            f"{error}\n\n*** FASHION-MNIST CANNOT BE HAD: TRAINING ON DIGITS INSTEAD, "
+            "8x8 pixels. The figures below are not those of the README. ***\n",
+            file=sys.stderr,
+        )
+        return data.load_dataset("digits")
+
+
+def host_transform(args: argparse.Namespace, mean: np.ndarray, std: np.ndarray):
+    """Augments and normalizes a batch with NumPy, the usual way."""
+
+    def transform(batch: dict, rng: np.random.Generator) -> dict:
+        images = batch["image"]
+        if args.augment == "flip-crop":
+            images = host_crop_flip(images, args.crop_pad, rng)
+        images = images.astype(np.float32)
+        images *= 1 / (255 * std)
+        images -= mean / std
+        return {**batch, "image": images, "label": batch["label"].astype(np.int32)}
+
+    return transform
+
+
+def host_crop_flip(images: np.ndarray, pad: int, rng: np.random.Generator):
+    n, height, width, _ = images.shape
+    padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)), mode="reflect")
+    offsets = rng.integers(0, 2 * pad + 1, (2, n, 1))
+    rows = offsets[0] + np.arange(height)
+    columns = offsets[1] + np.arange(width)
+    columns = np.where(rng.random((n, 1)) < 0.5, columns, columns[:, ::-1])
+    return padded[np.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]]
+
+
+def device_preprocess(args: argparse.Namespace, normalize: Callable, augment: bool):
+    """Does the same inside the jitted step."""
+
+    def preprocess(batch: dict, key: jax.Array) -> dict:
+        images = batch["image"]
+        if augment and args.augment == "flip-crop":
+            images = data.random_crop_flip(key, images, pad=args.crop_pad)
+        return {**batch, "image": normalize(images)}
+
+    return preprocess
+
+
+# ------------------------------------------------------------------------- network
+
+
+class ConvNet(nnx.Module):
+    """Three strided 3x3 convolutions with batch norm, and a linear head."""
+
+    def __init__(
+        self,
+        image_shape: tuple[int, ...],
+        classes: int,
+        *,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        height, width, channels = image_shape
+        self.convs, self.norms = nnx.List([]), nnx.List([])
+        for features in WIDTHS:
+            self.convs.append(
+                nnx.Conv(
+                    channels,
+                    features,
+                    (3, 3),
+                    strides=2,
+                    use_bias=False,
+                    dtype=dtype,
+                    rngs=rngs,
+                )
+            )
+            self.norms.append(nnx.BatchNorm(features, dtype=dtype, rngs=rngs))
+            height, width, channels = -(-height // 2), -(-width // 2), features
+        self.head = nnx.Linear(
+            height * width * channels, classes, dtype=dtype, rngs=rngs
+        )
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Returns the logits of normalized images."""
+        x = images
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = nnx.relu(norm(conv(x)))
+        return self.head(x.reshape(x.shape[0], -1))
+
+
+# ----------------------------------------------------------------------- optimizer
+
+
+def layer_norms(grads: Any) -> dict[str, jax.Array]:
+    """Returns the L2 norm of every parameter's gradient, by its path."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): (
+            jnp.linalg.norm(grad.astype(jnp.float32).ravel())
+        )
+        for path, grad in jax.tree_util.tree_leaves_with_path(grads)
+    }
+
+
+def make_optimizer(run: Run, optimizer: str, steps: int):
+    schedule = optax.cosine_decay_schedule(run.learning_rate, steps)
+    rule = {
+        "sgd": lambda: optax.sgd(schedule, momentum=MOMENTUM),
+        "adam": lambda: optax.adam(schedule),
+    }[optimizer]()
+    tx = optax.chain(
+        optax.snapshot("gradient_norm", layer_norms),
+        TRANSFORMS[run.transform](),
+        rule,
+    )
+    return tx, schedule
+
+
+# ------------------------------------------------------------------------ training
+
+
+def train_once(
+    run: Run,
+    args: argparse.Namespace,
+    dataset: data.NamedDataset,
+    training: data.ArrayStore,
+    held_out: data.ArrayStore,
+    writer: train.TensorBoardWriter | None = None,
+) -> Result:
+    """Trains from the seed and evaluates after every epoch."""
+    mean, std = (np.asarray(x, np.float32) for x in (dataset.mean, dataset.std))
+    normalize = data.make_normalizer(dataset.mean, dataset.std)
+    plan = data.BatchPlan(
+        len(training), args.batch_size, seed=args.seed, epochs=args.epochs
+    )
+    steps, steps_per_epoch = len(plan), plan.steps_per_epoch
+
+    model = ConvNet(
+        training.spec["image"].shape,
+        len(dataset.classes),
+        dtype=jnp.dtype(args.precision),
+        rngs=nnx.Rngs(args.seed),
+    )
+    task = train.from_nnx(model, train.classification_loss)
+    tx, schedule = make_optimizer(run, args.optimizer, steps)
+    params, model_state = task.init()
+    state = train.TrainState.create(
+        params, tx, key=jax.random.key(args.seed), model_state=model_state
+    )
+    step = train.make_train_step(
+        task.train_loss,
+        tx,
+        preprocess=device_preprocess(args, normalize, augment=True)
+        if run.ships_uint8
+        else None,
+    )
+    eval_step = train.make_eval_step(
+        task.eval_loss, preprocess=device_preprocess(args, normalize, augment=False)
+    )
+    transform = None if run.ships_uint8 else host_transform(args, mean, std)
+
+    losses, accuracies, epoch_loss = [], [], []
+    with (
+        train.CompileCounter() as compiles,
+        data.Loader(training, plan, transform=transform) as loader,
+        # Our host transform makes new arrays for every batch: no copy is needed.
+        data.to_device(loader, copy=False) as batches,
+        train.MetricBuffer(writer, every=LOG_EVERY) as buffer,
+        train.ProgressLine(steps, run.name) as progress,
+        train.Meter() as meter,
+    ):
+        for number, batch in enumerate(meter.watch(batches), 1):
+            state, metrics = step(state, batch)
+            meter.update(metrics, examples=args.batch_size)
+            epoch_loss.append(metrics["loss"])
+            if buffer.append(number, metrics):
+                reading = meter.reading()
+                progress.update(number, reading, buffer.latest)
+                if writer is not None:
+                    log_step(writer, number, state, reading, schedule)
+            if number % steps_per_epoch == 0:
+                with meter.paused():
+                    losses.append(float(np.mean(jax.device_get(epoch_loss))))
+                    epoch_loss.clear()
+                    held_out_metrics = evaluate(eval_step, state, held_out)
+                    accuracies.append(held_out_metrics["accuracy"])
+                    if writer is not None:
+                        writer.scalars(number, {"held_out": held_out_metrics})
+                progress.update(number, meter.reading(), {"accuracy": accuracies[-1]})
+    return Result(
+        run=run,
+        bytes_per_epoch=batches.bytes_put // args.epochs,
+        compilations=compiles.counts["train_step"],
+        reading=meter.reading(),
+        losses=losses,
+        accuracies=accuracies,
+    )
+
+
+def evaluate(eval_step: Any, state: train.TrainState, store: data.ArrayStore):
+    plan = data.BatchPlan(
+        len(store),
+        min(EVAL_BATCH_SIZE, len(store)),
+        epochs=1,
+        shuffle=False,
+        remainder="pad",
+    )
+    with data.to_device(data.Loader(store, plan)) as batches:
+        return train.evaluate(eval_step, state, batches)
+
+
+def log_step(
+    writer: train.TensorBoardWriter,
+    number: int,
+    state: train.TrainState,
+    reading: train.MeterReading,
+    schedule: optax.Schedule,
+) -> None:
+    norms = jax.device_get(optax.tree.get(state.opt_state, "gradient_norm"))
+    writer.scalars(
+        number,
+        {
+            "gradient_norm": norms,
+            "learning_rate": schedule(number),
+            "examples_per_second": reading.examples_per_second,
+            "starvation": reading.starvation,
+        },
+    )
+
+
+# ------------------------------------------------------------------------ reporting
+
+
+def print_table(results: list[Result]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = "run|MB shipped/epoch|examples/s|starved|step ms|compiled|lr".split("|")
+    table = Table(*columns, "test accuracy % after each epoch")
+    for result in results:
+        reading = result.reading
+        table.add_row(
+            result.run.name,
+            f"{result.bytes_per_epoch / 1e6:.2f}",
+            f"{reading.examples_per_second:,.0f}",
+            f"{reading.starvation:.1%}",
+            f"{reading.step_seconds * 1e3:.2f}",
+            f"{result.compilations}x",
+            f"{result.run.learning_rate:g}",
+            " ".join(f"{100 * accuracy:.1f}" for accuracy in result.accuracies),
+        )
+    # A file has no width of its own; rows must not be cut there.
+    wide = None if sys.stdout.isatty() else 200
+    Console(width=wide).print(table)
+    if len(results) > 1:
+        ratio = results[0].bytes_per_epoch / results[1].bytes_per_epoch
+        print(f"bytes handed to device_put, a / b: {ratio:.2f}x")
+
+
+def draw_curves(results: list[Result], path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for result, style in zip(results, ("-", "--", "-."), strict=False):
+        epochs = range(1, len(result.losses) + 1)
+        label = f"{result.run.name} (lr {result.run.learning_rate:g})"
+        left.plot(epochs, result.losses, style, marker="o", label=label)
+        accuracies = [100 * x for x in result.accuracies]
+        right.plot(epochs, accuracies, style, marker="o", label=label)
+    left.set(xlabel="epoch", ylabel="mean training loss", yscale="log")
+    right.set(xlabel="epoch", ylabel="test accuracy [%]")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    right.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# ----------------------------------------------------------------------------- main
+
+
+def make_runs(args: argparse.Namespace) -> list[Run]:
+    def rate(transform: str) -> float:
+        return args.learning_rate or LEARNING_RATES[args.optimizer, transform]
+
+    runs = [
+        Run("a float32 on the host", False, "none", rate("none")),
+        Run("b uint8, in the step", True, "none", rate("none")),
+    ]
+    if args.transform != "none":
+        name = f"c b + {args.transform}"
+        runs.append(Run(name, True, args.transform, rate(args.transform)))
+    return runs
+
+
+def tune(args: argparse.Namespace, dataset: data.NamedDataset) -> None:
+    """Tries the grid of --transform on the last sixth of the training set."""
+    cut = len(dataset.train) * 5 // 6
+    training, held_out = dataset.train[:cut], dataset.train[cut:]
+    default = GRIDS[args.optimizer]
+    for rate in GRIDS.get((args.optimizer, args.transform), default):
+        run = Run(f"{args.transform} {rate:g}", True, args.transform, rate)
+        result = train_once(run, args, dataset, training, held_out)
+        accuracy = result.accuracies[-1]
+        print(f"{args.optimizer} {run.name}: held-out accuracy {accuracy:.2%}")
+
+
+def main(argv: list[str] | None = None) -> list[Result]:
+    args = parse_arguments(argv)
+    dataset = load(args.dataset)
+    print(f"{dataset.name} from {dataset.source}: {dataset.train}")
+    if args.tune:
+        tune(args, dataset)
+        return []
+    results = []
+    for run in make_runs(args):
+        with train.TensorBoardWriter(args.logdir / run.name[0]) as writer:
+            settings = {**vars(args), **dataclasses.asdict(run)}
+            rows = "\n".join(f"| {k} | {v} |" for k, v in settings.items())
+            writer.text(0, "settings", f"| setting | value |\n|---|---|\n{rows}")
+            writer.images(0, "samples", dataset.train.take(np.arange(16))["image"])
+            results.append(
+                train_once(run, args, dataset, dataset.train, dataset.test, writer)
+            )
+    print_table(results)
+    figure = args.logdir / "learning_curves.png"
+    draw_curves(results, figure)
+    print(f"learning curves: {figure}; logs: tensorboard --logdir {args.logdir}")
+    return results
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted: the logs up to here are complete", file=sys.stderr)
+        sys.exit(130)
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"error: {error}")
