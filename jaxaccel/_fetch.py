@@ -267,13 +267,13 @@ def unpack_debian_package(package: str, folder: Path) -> Path:
         options += ["-o", f"Dir::{name}={folder / name}"]
     options += ["-o", "Dir::State::status=/var/lib/dpkg/status"]
     # One broken entry in the system's list of sources must not matter here.
-    _run(["apt-get", *options, "update"], folder, seconds=90, check=False)
-    _run(["apt-get", *options, "download", package], folder, seconds=300)
+    _run(["apt-get", *options, "update"], folder, seconds=90.0, check=False)
+    _run(["apt-get", *options, "download", package], folder, seconds=300.0)
     archives = list(folder.glob(f"{package}_*.deb"))
     if len(archives) != 1:
         raise OSError(f"apt-get download left {len(archives)} archives of {package}")
     content = folder / "content"
-    _run(["dpkg-deb", "-x", str(archives[0]), str(content)], folder, seconds=60)
+    _run(["dpkg-deb", "-x", str(archives[0]), str(content)], folder, seconds=60.0)
     return content
 
 

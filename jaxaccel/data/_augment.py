@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jaxaccel.data._checks import as_count
+
 _MODES = ("reflect", "constant", "edge")
 
 
@@ -70,8 +72,7 @@ def random_crop_flip(
 def _check(images: jax.Array, pad: int, mode: str) -> None:
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {_MODES}, got {mode!r}")
-    if pad < 0:
-        raise ValueError(f"pad must be 0 or more pixels, got {pad}")
+    as_count("pad", pad, 0)
     if images.ndim != 4:
         raise ValueError(
             f"images must be (batch, height, width, channels), got shape "
@@ -102,8 +103,9 @@ def _is_inside(positions: jax.Array, size: int) -> jax.Array:
 
 
 def _gather(images: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    image = jnp.arange(images.shape[0])[:, None, None]
+    # take_along_axis batches over the images, so that a sharded batch stays
+    # sharded; one gather with an index for the image would collect it.
     # Every index is in range; telling so spares XLA the masks.
-    return images.at[image, rows[:, :, None], columns[:, None, :]].get(
-        mode="promise_in_bounds"
-    )
+    mode = "promise_in_bounds"
+    images = jnp.take_along_axis(images, rows[:, :, None, None], axis=1, mode=mode)
+    return jnp.take_along_axis(images, columns[:, None, :, None], axis=2, mode=mode)

@@ -2,11 +2,12 @@
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxaccel.data._checks import as_count
 from jaxaccel.data._loader import Loader, LoaderStats
 
 
@@ -57,8 +58,7 @@ def to_device(
       >>> shapes, batches.bytes_put
       ({(16, 8, 8, 1)}, 4096)
     """
-    if depth < 0:
-        raise ValueError(f"depth must be 0 or more batches, got {depth}")
+    depth = as_count("depth", depth, 0)
     if copy is None:
         copy = not (isinstance(batches, Loader) and batches.transform is None)
     return DeviceBatches(batches, sharding, depth, copy)
@@ -92,7 +92,7 @@ class DeviceBatches:
         self._has_state = hasattr(batches, "get_state")
         self._state: Any = self._source.get_state() if self._has_state else None
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "DeviceBatches":
         self._require_open()
         return self
 
@@ -120,7 +120,7 @@ class DeviceBatches:
     def __bool__(self) -> bool:
         return True
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "DeviceBatches":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -162,7 +162,7 @@ class DeviceBatches:
             # Batches that are under way already still reach the caller first.
             self._stop = error
 
-    def _put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+    def _put(self, batch: Any) -> dict[str, jax.Array]:
         check_batch(batch)
         if self._copy:
             # The buffer is ours from here on; device arrays cannot change.

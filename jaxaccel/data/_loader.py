@@ -6,12 +6,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Self
+from typing import Any
 
 import grain
 import grain.experimental
 import numpy as np
 
+from jaxaccel.data._checks import as_count
 from jaxaccel.data._plan import BatchPlan
 from jaxaccel.data._state import make_state, read_state
 from jaxaccel.data._store import ArrayStore
@@ -89,8 +90,7 @@ class Loader:
         transform: BatchTransform | None = None,
     ):
         check_plan(len(store), store.spec, plan)
-        if prefetch < 0:
-            raise ValueError(f"prefetch must be 0 or more batches, got {prefetch}")
+        prefetch = as_count("prefetch", prefetch, 0)
         self.store = store
         self.plan = plan
         self.transform = transform
@@ -101,16 +101,15 @@ class Loader:
             # Grain's default would hold 500 batches ahead.
             grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         )
-        self._iterator = iter(
-            grain.experimental.ThreadPrefetchIterDataset(
-                batches, prefetch_buffer_size=prefetch
-            )
+        ahead = grain.experimental.ThreadPrefetchIterDataset(
+            batches, prefetch_buffer_size=prefetch
         )
-        # Runs when the loader is dropped, and before the interpreter takes
-        # modules away that Grain's own thread still needs.
-        self._finalizer = weakref.finalize(self, _close_quietly, self._iterator)
+        # Emptied when the loader is closed, dropped, or at exit: Grain's iterator
+        # must be gone before the interpreter takes its modules away.
+        self._pipeline: list[Any] = [iter(ahead)]
+        self._finalizer = weakref.finalize(self, _close_quietly, self._pipeline)
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "Loader":
         self._require_open()
         return self
 
@@ -120,7 +119,7 @@ class Loader:
         self._require_open()
         start = time.perf_counter()
         try:
-            batch = next(self._iterator)
+            batch = next(self._pipeline[0])
         except StopIteration:
             self._exhausted = True
             self.close()
@@ -137,7 +136,7 @@ class Loader:
         # Without this, truth would ask for the length, which may not exist.
         return True
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Loader":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -175,7 +174,7 @@ class Loader:
         """
         self._require_open()
         step = read_state(state, self.plan, self.store.spec)
-        self._iterator.set_state({"next_index": step})
+        self._pipeline[0].set_state({"next_index": step})
         self._step = step
 
     def close(self) -> None:
@@ -292,7 +291,7 @@ def _check_transformed(batch: object, plan: BatchPlan) -> None:
         )
 
 
-def _close_quietly(iterator: Any) -> None:
+def _close_quietly(pipeline: list[Any]) -> None:
     # Joining fails where the garbage collector runs this in that very thread.
     with contextlib.suppress(RuntimeError):
-        iterator.close()
+        pipeline.pop().close()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_Statistic = float | Sequence[float] | np.ndarray
+_Statistic = float | int | np.generic | np.ndarray | Sequence[float | int]
 
 
 def make_normalizer(

@@ -5,6 +5,8 @@ import operator
 
 import numpy as np
 
+from jaxaccel.data._checks import as_count
+
 _REMAINDERS = ("drop", "pad")
 
 
@@ -56,27 +58,17 @@ class BatchPlan:
     process_count: int = 1
 
     def __post_init__(self):
-        for name in ("num_examples", "batch_size", "process_count", "epochs"):
-            if name != "epochs" or self.epochs is not None:
-                self._require_integer(name, 1)
-        self._require_integer("process_index", 0)
-        self._require_integer("seed", 0)
+        least = {"num_examples": 1, "batch_size": 1, "process_count": 1}
+        least |= {"process_index": 0, "seed": 0}
+        if self.epochs is not None:
+            least["epochs"] = 1
+        for name, number in least.items():
+            number = as_count(name, getattr(self, name), number)
+            object.__setattr__(self, name, number)
         self._check_values()
         # Pairs (epoch, permutation), replaced as a whole: two threads can at
         # worst compute the same permutation twice.
         object.__setattr__(self, "_recent", ())
-
-    def _require_integer(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = None
-        if number is None or isinstance(value, bool):
-            raise TypeError(f"{name} must be an integer, got {value!r}")
-        if number < least:
-            raise ValueError(f"{name} must be at least {least}, got {number}")
-        object.__setattr__(self, name, number)
 
     def _check_values(self) -> None:
         # Wider seeds would be split into words that collide with epoch numbers.

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from jaxaccel.data._device import DeviceBatches, check_column, put_column, to_device
 from jaxaccel.data._loader import check_plan
@@ -122,10 +123,7 @@ class DeviceDataset:
                     f"{indices.min()} to {indices.max()}"
                 )
         rows = jnp.asarray(indices)
-        return {
-            name: jnp.take(array, rows, axis=0, mode="clip")
-            for name, array in self.columns.items()
-        }
+        return {name: _take(array, rows) for name, array in self.columns.items()}
 
     def batches(
         self,
@@ -175,7 +173,7 @@ class ResidentBatches:
     def __init__(self, dataset: DeviceDataset, indices: DeviceBatches):
         self._dataset, self._indices = dataset, indices
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> "ResidentBatches":
         iter(self._indices)
         return self
 
@@ -188,7 +186,7 @@ class ResidentBatches:
     def __bool__(self) -> bool:
         return True
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ResidentBatches":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -254,6 +252,15 @@ def _gather(
     rows = batch["padded_index"]
     mask = rows >= 0
     return {**dataset.take(jnp.where(mask, rows, ~rows)), "mask": mask}
+
+
+def _take(column: jax.Array, rows: jax.Array) -> jax.Array:
+    mesh = jax.typeof(column).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return jnp.take(column, rows, axis=0, mode="clip")
+    # On a mesh of explicit axes jax asks where the result goes: to the indices.
+    layout = NamedSharding(mesh, jax.typeof(rows).sharding.spec)
+    return column.at[rows].get(mode="clip", out_sharding=layout)
 
 
 def _native_copy(array: np.ndarray) -> np.ndarray:

@@ -1,15 +1,15 @@
 """Stores: named columns of equal length, read in batches."""
 
-import operator
 import os
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxaccel.data._checks import as_count
 from jaxaccel.data._files import open_array
 
 
@@ -66,7 +66,7 @@ def open_store(
       [4, 1]
     """
     if isinstance(source, Mapping):
-        return ArrayStore({name: _open_column(name, c) for name, c in source.items()})
+        return ArrayStore({name: _open_column(c) for name, c in source.items()})
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
             f"open_store takes a path or a mapping of columns, got "
@@ -176,9 +176,7 @@ class ArrayStore:
         Raises:
           ValueError: If `batch_size` is not positive.
         """
-        size = operator.index(batch_size)
-        if size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {size}")
+        size = as_count("batch_size", batch_size, 1)
         starts = range(0, self._length, size)
         ends = (min(start + size, self._length) for start in starts)
         return (
@@ -187,12 +185,12 @@ class ArrayStore:
         )
 
 
-def _open_column(name: str, column: object) -> np.ndarray:
+def _open_column(column: Any) -> Any:
     if isinstance(column, (str, os.PathLike)):
         return open_array(column)
     if isinstance(column, jax.Array):
         return np.asarray(column)
-    return column  # type: ignore[return-value]  # the store checks it
+    return column
 
 
 def _check_columns(columns: Mapping[str, np.ndarray]) -> None:

@@ -1,0 +1,209 @@
+"""Reading .npy and IDX files, and noticing damaged ones."""
+
+import gzip
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+from jaxaccel.data import DataCorruptionError, open_store
+
+IDX_CODES = {
+    0x08: ">u1",
+    0x09: ">i1",
+    0x0B: ">i2",
+    0x0C: ">i4",
+    0x0D: ">f4",
+    0x0E: ">f8",
+}
+
+
+def idx_bytes(array, code=0x08):
+    header = bytes([0, 0, code, array.ndim])
+    header += b"".join(struct.pack(">I", n) for n in array.shape)
+    return header + array.astype(IDX_CODES[code]).tobytes()
+
+
+@pytest.fixture
+def images(rng):
+    return rng.integers(0, 256, (7, 4, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, content):
+        path = tmp_path / name
+        path.write_bytes(content)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("code", IDX_CODES)
+@pytest.mark.parametrize("compressed", [False, True])
+def test_every_idx_type_is_read_in_native_byte_order(write, rng, code, compressed):
+    values = rng.integers(-100, 100, (5, 3)).astype(IDX_CODES[code])
+    content = idx_bytes(values, code)
+    path = write("x-ubyte", gzip.compress(content) if compressed else content)
+    store = open_store({"x": path})
+    batch = store.take([3, 0, 3])["x"]
+    assert batch.dtype == np.dtype(IDX_CODES[code]).newbyteorder("=")
+    assert batch.dtype.isnative and store.spec["x"].dtype == batch.dtype
+    np.testing.assert_array_equal(batch, values[[3, 0, 3]])
+
+
+def test_gzip_with_two_members_is_read_as_one(write, images):
+    content = idx_bytes(images)
+    path = write("a.gz", gzip.compress(content[:30]) + gzip.compress(content[30:]))
+    np.testing.assert_array_equal(open_store(path).take([6])["image"], images[[6]])
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", [np.uint8, ">u2", np.float16, bool])
+def test_npy_is_memory_mapped_and_named_after_its_file(tmp_path, rng, order, dtype):
+    array = rng.integers(0, 2, (6, 2, 5)).astype(dtype, order=order)
+    np.save(tmp_path / "picture.npy", array)
+    store = open_store(tmp_path / "picture.npy")
+    assert isinstance(store.columns["picture"].base, np.memmap)
+    assert store.take([5, 1])["picture"].dtype.isnative
+    np.testing.assert_array_equal(store.take([5, 1])["picture"], array[[5, 1]])
+
+
+def test_folder_and_single_idx_files(tmp_path, images):
+    np.save(tmp_path / "image.npy", images)
+    np.save(tmp_path / "label.npy", np.arange(7, dtype=np.uint8))
+    assert set(open_store(tmp_path).columns) == {"image", "label"}
+    (tmp_path / "t-ubyte").write_bytes(idx_bytes(images))
+    (tmp_path / "l-ubyte").write_bytes(idx_bytes(np.arange(7)))
+    assert set(open_store(tmp_path / "t-ubyte").columns) == {"image"}
+    assert set(open_store(tmp_path / "l-ubyte").columns) == {"label"}
+
+
+def flip(content, position):
+    damaged = bytearray(content)
+    damaged[position] ^= 0x10
+    return bytes(damaged)
+
+
+RECORD = 12
+HEADER = 16
+SIZE = HEADER + 7 * RECORD
+
+# name -> (damage to the content of an IDX file, record, offset, words)
+IDX_DAMAGE = {
+    "empty": (lambda c: b"", None, 0, "empty"),
+    "truncated": (lambda c: c[:-5], 6, SIZE - 5, f"{SIZE} bytes, found {SIZE - 5}"),
+    "cut at a record": (lambda c: c[:-24], 5, SIZE - 24, "truncated"),
+    "trailing": (lambda c: c + b"!", 7, SIZE, f"{SIZE} bytes, found {SIZE + 1}"),
+    "cut header": (lambda c: c[:9], None, 9, "header needs 16 bytes, found 9"),
+    "wrong type": (lambda c: flip(c, 2), None, 0, "IDX type code"),
+    "absurd length": (
+        lambda c: c[:4] + b"\xff" * 12 + c[16:],
+        None,
+        SIZE,
+        "truncated",
+    ),
+    "absurd rank": (lambda c: c[:3] + b"\xff" + c[4:], None, SIZE, "header needs 1024"),
+}
+
+
+@pytest.mark.parametrize("damage", IDX_DAMAGE)
+def test_damaged_idx_is_reported_with_its_place(write, images, damage):
+    spoil, record, offset, words = IDX_DAMAGE[damage]
+    path = write("x-ubyte", spoil(idx_bytes(images)))
+    with pytest.raises(DataCorruptionError, match=words) as caught:
+        open_store({"image": path})
+    assert caught.value.path == str(path)
+    assert caught.value.offset == offset
+    if record is not None:
+        assert caught.value.record == record
+    assert "x-ubyte" in str(caught.value) and "fetch it again" in str(caught.value)
+
+
+GZIP_DAMAGE = {
+    "truncated": (lambda c: gzip.compress(c)[:-12], "truncated gzip"),
+    "no checksum": (lambda c: gzip.compress(c)[:-8], "truncated gzip"),
+    "wrong checksum": (lambda c: flip(gzip.compress(c), -6), "damaged gzip"),
+    "flipped bit": (lambda c: flip(gzip.compress(c), 60), "damaged gzip|truncated"),
+    "garbage": (lambda c: gzip.compress(c) + b"garbage", "damaged gzip"),
+    "zeros": (lambda c: gzip.compress(c) + b"\0\0\0", "damaged gzip|truncated"),
+    "trailing content": (lambda c: gzip.compress(c + b"!"), "after the data"),
+    "short content": (lambda c: gzip.compress(c[:-1]), "truncated"),
+    "not IDX": (lambda c: gzip.compress(b"hello" * 9), "not IDX content"),
+    "empty content": (lambda c: gzip.compress(b""), "not IDX content"),
+    "absurd length": (
+        lambda c: gzip.compress(c[:4] + b"\x7f" * 12 + c[16:]),
+        "at most",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", GZIP_DAMAGE)
+def test_damaged_gzip_is_reported(write, images, damage):
+    spoil, words = GZIP_DAMAGE[damage]
+    path = write("x-ubyte.gz", spoil(idx_bytes(images)))
+    with pytest.raises(DataCorruptionError, match=words) as caught:
+        open_store({"image": path})
+    assert caught.value.path == str(path)
+
+
+def test_a_gzip_bomb_stops_at_the_promised_size(write, images):
+    content = idx_bytes(images) + b"\0" * (64 << 20)
+    path = write("x-ubyte.gz", gzip.compress(content, 1))
+    with pytest.raises(DataCorruptionError, match="after the data"):
+        open_store({"image": path})
+
+
+NPY_DAMAGE = {
+    "truncated": (lambda c: c[:-3], 6, "truncated"),
+    "trailing": (lambda c: c + b"!", 7, "bytes after the data"),
+    "cut header": (lambda c: c[:40], None, "header"),
+    "version": (lambda c: c[:6] + b"\x09" + c[7:], None, "version"),
+    "not npy": (lambda c: b"hello world", None, "not a .npy"),
+    "pickle": (lambda c: pickle.dumps([1, 2]), None, "not a .npy"),
+    "absurd length": (
+        lambda c: c.replace(b"(7, ", b"(7777777777, ", 1),
+        None,
+        "trunc|h",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", NPY_DAMAGE)
+def test_damaged_npy_is_reported(tmp_path, images, damage):
+    spoil, record, words = NPY_DAMAGE[damage]
+    path = tmp_path / "image.npy"
+    np.save(path, images)
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(DataCorruptionError, match=words) as caught:
+        open_store(path)
+    assert caught.value.path == str(path)
+    if record is not None:
+        assert caught.value.record == record
+
+
+def test_pickled_objects_are_never_loaded(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([{}], object), allow_pickle=True)
+    with pytest.raises(ValueError, match="pickled Python objects.*never"):
+        open_store(tmp_path / "a.npy")
+
+
+def test_other_bad_paths(tmp_path, write):
+    with pytest.raises(FileNotFoundError, match="no data file at .*gone.npy"):
+        open_store(tmp_path / "gone.npy")
+    with pytest.raises(ValueError, match="holds no <column>.npy"):
+        open_store(tmp_path)
+    with pytest.raises(ValueError, match="not a .npy or IDX file"):
+        open_store(write("notes.txt", b"hello"))
+
+
+def test_the_exception_survives_pickling():
+    error = DataCorruptionError("a.npy", 3, 152, "too short")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.path, copy.record, copy.offset, str(copy)) == (
+        "a.npy",
+        3,
+        152,
+        str(error),
+    )
