@@ -229,19 +229,21 @@ class Record:
         width = max(map(len, [*self.rounds, *self.ratios, *self.figures, ""]))
         lines = [self.claim]
         if self.rounds:
-            lines.append(f"  {'median':<{width}}  {self.unit}")
+            lines.append(f"\n  {'contender':<{width}}    median  {self.unit}")
         for name, values in self.rounds.items():
             low, mid, high = (
                 three_digits(x) for x in (min(values), np.median(values), max(values))
             )
             lines.append(f"  {name:<{width}}  {mid:>8}  (rounds {low} to {high})")
         if self.ratios:
-            lines.append(f"  {'ratio':<{width}}  median and 95 % interval")
+            lines.append(f"\n  {'ratio':<{width}}  median and 95 % interval")
         for name, ratio in self.ratios.items():
             lines.append(f"  {name:<{width}}  {ratio}")
+        if self.figures:
+            lines.append(f"\n  {'figure':<{width}}")
         for name in self.figures:
             lines.append(f"  {name:<{width}}  {self.figure(name)}")
-        return "\n".join([*lines, f"verdict: {self.verdict}"])
+        return "\n".join([*lines, f"\nverdict: {self.verdict}"])
 
     def figure(self, name: str) -> str:
         """Returns a ratio or a figure as text.
