@@ -67,12 +67,15 @@ class OverrideDims:
 
     def unmatched(self, paths: Iterable[KeyPath]) -> list[str]:
         """Lists the patterns found in none of the paths."""
+        paths = list(paths)
         written = ["/".join(path_names(path)) for path in paths]
-        return [
+        mine = [
             pattern.pattern
             for pattern, _ in self.rules
             if not any(pattern.search(path) for path in written)
         ]
+        inner = isinstance(self.default, OverrideDims)
+        return mine + (self.default.unmatched(paths) if inner else [])
 
 
 def _compile(pattern: str) -> re.Pattern:
