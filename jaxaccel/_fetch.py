@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import http.client
 import os
 import shutil
 import subprocess
@@ -179,7 +180,7 @@ def download(url: str, path: Path, *, max_bytes: int, seconds: float = 600.0) ->
     with contextlib.closing(_connect(url)) as response, path.open("wb") as file:
         announced = response.headers.get("Content-Length")
         received = 0
-        while chunk := response.read(_CHUNK):
+        while chunk := _read(response):
             received += len(chunk)
             if received > max_bytes:
                 raise OSError(f"the answer is longer than {max_bytes} bytes")
@@ -188,6 +189,13 @@ def download(url: str, path: Path, *, max_bytes: int, seconds: float = 600.0) ->
             file.write(chunk)
     if announced is not None and received != int(announced):
         raise OSError(f"ended after {received} of {announced} bytes")
+
+
+def _read(response: Any) -> bytes:
+    try:
+        return response.read(_CHUNK)
+    except http.client.HTTPException as error:
+        raise OSError(f"the answer broke off: {error!r}") from None
 
 
 def _connect(url: str) -> Any:

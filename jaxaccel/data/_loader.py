@@ -101,12 +101,13 @@ class Loader:
             # Grain's default would hold 500 batches ahead.
             grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         )
-        ahead = grain.experimental.ThreadPrefetchIterDataset(
-            batches, prefetch_buffer_size=prefetch
-        )
+        if prefetch:
+            batches = grain.experimental.ThreadPrefetchIterDataset(
+                batches, prefetch_buffer_size=prefetch
+            )
         # Emptied when the loader is closed, dropped, or at exit: Grain's iterator
         # must be gone before the interpreter takes its modules away.
-        self._pipeline: list[Any] = [iter(ahead)]
+        self._pipeline: list[Any] = [iter(batches)]
         self._finalizer = weakref.finalize(self, _close_quietly, self._pipeline)
 
     def __iter__(self) -> "Loader":

@@ -1,5 +1,6 @@
 """Stores: named columns of equal length, read in batches."""
 
+import math
 import os
 import types
 from collections.abc import Iterator, Mapping
@@ -265,7 +266,7 @@ def _gather(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     # The CPU backend adopts a 64-byte aligned buffer instead of copying it.
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)

@@ -209,18 +209,33 @@ def cut(handler):
     handler.wfile.write(b"x" * 40)
 
 
+def cut_chunk(handler):
+    handler.protocol_version = "HTTP/1.1"
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    handler.wfile.write(b"40\r\nabc")
+    handler.close_connection = True
+
+
 def test_downloads_that_go_wrong(serve, tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(_fetch, "_CONNECT_SECONDS", 0.2)
     released = threading.Event()
     address, _ = serve(
-        {"cut": cut, "long": b"x" * 200, "slow": lambda handler: released.wait(5)}
+        {
+            "cut": cut,
+            "chunk": cut_chunk,
+            "long": b"x" * 200,
+            "slow": lambda handler: released.wait(5),
+        }
     )
     path = tmp_path / "x"
     try:
         for name, words in [
             ("gone", "HTTP status 404"),
             ("cut", "ended after 40 of 100 bytes"),
+            ("chunk", "the answer broke off"),
             ("long", "longer than 150 bytes"),
             ("slow", "no answer within 0 s|timed out"),
         ]:
@@ -235,14 +250,23 @@ def test_downloads_that_go_wrong(serve, tmp_path, monkeypatch):
 
 
 def test_a_name_server_that_hangs_does_not_hold_us(monkeypatch, tmp_path):
-    released = threading.Event()
+    released, closed = threading.Event(), threading.Event()
+
+    class Answer:
+        def close(self):
+            closed.set()
+
+    def urlopen(*args, **options):
+        released.wait(5)
+        return Answer()
+
     monkeypatch.setattr(_fetch, "_CONNECT_SECONDS", 0.1)
-    monkeypatch.setattr(
-        _fetch.urllib.request, "urlopen", lambda *args, **options: released.wait(5)
-    )
+    monkeypatch.setattr(_fetch.urllib.request, "urlopen", urlopen)
     with pytest.raises(TimeoutError, match="no answer"):
         _fetch.download("http://127.0.0.1:9/", tmp_path / "x", max_bytes=1)
     released.set()
+    # An answer that comes too late is not left open.
+    assert closed.wait(5)
 
 
 def test_debian_commands(monkeypatch, tmp_path):
