@@ -307,11 +307,13 @@ def train_once(
         data.Loader(training, plan, transform=transform) as loader,
         # Our host transform makes new arrays for every batch: no copy is needed.
         data.to_device(loader, copy=False) as batches,
-        train.MetricBuffer(writer, every=LOG_EVERY) as buffer,
+        train.MetricBuffer(writer, every=min(LOG_EVERY, steps_per_epoch)) as buffer,
         train.ProgressLine(steps, run.name) as progress,
         train.Meter() as meter,
+        train.SafeInterrupt() as interrupt,
     ):
         for number, batch in enumerate(meter.watch(batches), 1):
+            interrupt.check()
             state, metrics = step(state, batch)
             meter.update(metrics, examples=args.batch_size)
             epoch_loss.append(metrics["loss"])

@@ -2,6 +2,7 @@
 
 from jaxaccel.train._compiles import CompileCounter
 from jaxaccel.train._evaluate import evaluate
+from jaxaccel.train._interrupt import SafeInterrupt
 from jaxaccel.train._linen import from_linen
 from jaxaccel.train._meter import Meter, MeterReading
 from jaxaccel.train._nnx import from_nnx
@@ -17,6 +18,7 @@ __all__ = (
     "MeterReading",
     "MetricBuffer",
     "ProgressLine",
+    "SafeInterrupt",
     "Task",
     "TensorBoardWriter",
     "TrainState",
