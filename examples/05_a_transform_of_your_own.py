@@ -60,26 +60,28 @@ def preprocess(batch, key):
     return {**batch, "image": normalize(batch["image"])}
 
 
-def last_loss(eta: float, seed: int) -> float:
-    model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
-    task = train.from_nnx(
-        model,
-        train.classification_loss,
-        inputs=lambda batch: batch["image"].reshape(-1, 64),
-    )
-    tx = optax.chain(add_gradient_noise(eta), optax.sgd(0.1))
+task = train.from_nnx(
+    nnx.Linear(64, 10, rngs=nnx.Rngs(0)),
+    train.classification_loss,
+    inputs=lambda batch: batch["image"].reshape(-1, 64),
+)
+tx = optax.chain(add_gradient_noise(eta=0.1), optax.sgd(0.1))
+step = train.make_train_step(task.train_loss, tx, preprocess=preprocess)
+
+
+def losses_of_run(seed: int) -> tuple[float, float]:
     params, model_state = task.init()
     key = jax.random.key(seed)
     state = train.TrainState.create(params, tx, key=key, model_state=model_state)
-    step = train.make_train_step(task.train_loss, tx, preprocess=preprocess)
+    losses = []
     with data.to_device(data.Loader(digits.train, plan)) as batches:
         for batch in batches:
             state, metrics = step(state, batch)
-    return float(metrics["loss"])
+            losses.append(metrics["loss"])
+    return float(losses[0]), float(losses[-1])
 
 
 if __name__ == "__main__":
-    print(f"eta 0,   seed 0: loss {last_loss(0.0, seed=0):.6f}")
-    print(f"eta 0.1, seed 0: loss {last_loss(0.1, seed=0):.6f}")
-    print(f"eta 0.1, again:  loss {last_loss(0.1, seed=0):.6f}")
-    print(f"eta 0.1, seed 1: loss {last_loss(0.1, seed=1):.6f}")
+    for name, seed in (("seed 0", 0), ("again", 0), ("seed 1", 1)):
+        first, last = losses_of_run(seed)
+        print(f"{name:7} first loss {first:.6f}, last loss {last:.6f}")
