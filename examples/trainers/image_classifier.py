@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from reporting import Result, Run, draw_curves, print_table, write_records
 
 import jaxaccel.transforms
 from jaxaccel import data, train
@@ -38,6 +39,7 @@ from jaxaccel import data, train
 # ------------------------------------------------------------------------ settings
 
 MOMENTUM = 0.9
+EPOCHS = {"fashion_mnist": 10, "cifar10": 10, "digits": 60}
 LOG_EVERY = 50
 EVAL_BATCH_SIZE = 1000
 WIDTHS = (16, 32, 64)
@@ -67,30 +69,6 @@ GRIDS: dict[Any, tuple[float, ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One row of the table."""
-
-    name: str
-    ships_uint8: bool
-    transform: str
-    learning_rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run measured."""
-
-    run: Run
-    bytes_per_epoch: int
-    compilations: int
-    reading: train.MeterReading
-    losses: list[float]
-    """Mean training loss of each epoch."""
-    accuracies: list[float]
-    """Accuracy on the held-out set after each epoch."""
-
-
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -100,7 +78,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         choices=["fashion_mnist", "digits", "cifar10"],
         help="default: fashion_mnist, or digits where that cannot be fetched",
     )
-    parser.add_argument("--epochs", type=positive(int), default=10)
+    parser.add_argument(
+        "--epochs", type=positive(int), help="default: 10; 60 for digits"
+    )
     parser.add_argument("--batch-size", type=positive(int), default=128)
     parser.add_argument("--transform", choices=TRANSFORMS, default="znorm")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
@@ -120,7 +100,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logdir", type=pathlib.Path, default="logs/image_classifier")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tune", action="store_true", help="run the grids, then stop")
-    parser.add_argument("--record", type=pathlib.Path, help="write a JSON record here")
+    parser.add_argument("--record", type=pathlib.Path, help="folder for JSON records")
     return parser.parse_args(argv)
 
 
@@ -217,7 +197,10 @@ class ConvNet(nnx.Module):
                     rngs=rngs,
                 )
             )
-            self.norms.append(nnx.BatchNorm(features, dtype=dtype, rngs=rngs))
+            # Flax's default momentum of 0.99 is still warming up after 100 steps.
+            self.norms.append(
+                nnx.BatchNorm(features, momentum=0.9, dtype=dtype, rngs=rngs)
+            )
             height, width, channels = -(-height // 2), -(-width // 2), features
         self.head = nnx.Linear(
             height * width * channels, classes, dtype=dtype, rngs=rngs
@@ -372,58 +355,6 @@ def log_step(
     )
 
 
-# ------------------------------------------------------------------------ reporting
-
-
-def print_table(results: list[Result]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = "run|MB shipped/epoch|examples/s|starved|step ms|compiled|lr".split("|")
-    table = Table(*columns, "test accuracy % after each epoch")
-    for result in results:
-        reading = result.reading
-        table.add_row(
-            result.run.name,
-            f"{result.bytes_per_epoch / 1e6:.2f}",
-            f"{reading.examples_per_second:,.0f}",
-            f"{reading.starvation:.1%}",
-            f"{reading.step_seconds * 1e3:.2f}",
-            f"{result.compilations}x",
-            f"{result.run.learning_rate:g}",
-            " ".join(f"{100 * accuracy:.1f}" for accuracy in result.accuracies),
-        )
-    # A file has no width of its own; rows must not be cut there.
-    wide = None if sys.stdout.isatty() else 200
-    Console(width=wide).print(table)
-    if len(results) > 1:
-        ratio = results[0].bytes_per_epoch / results[1].bytes_per_epoch
-        print(f"bytes handed to device_put, a / b: {ratio:.2f}x")
-
-
-def draw_curves(results: list[Result], path: pathlib.Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for result, style in zip(results, ("-", "--", "-."), strict=False):
-        epochs = range(1, len(result.losses) + 1)
-        label = f"{result.run.name} (lr {result.run.learning_rate:g})"
-        left.plot(epochs, result.losses, style, marker="o", label=label)
-        accuracies = [100 * x for x in result.accuracies]
-        right.plot(epochs, accuracies, style, marker="o", label=label)
-    left.set(xlabel="epoch", ylabel="mean training loss", yscale="log")
-    right.set(xlabel="epoch", ylabel="test accuracy [%]")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    right.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 # ----------------------------------------------------------------------------- main
 
 
@@ -456,6 +387,8 @@ def tune(args: argparse.Namespace, dataset: data.NamedDataset) -> None:
 def main(argv: list[str] | None = None) -> list[Result]:
     args = parse_arguments(argv)
     dataset = load(args.dataset)
+    if args.epochs is None:
+        args.epochs = EPOCHS[dataset.name]
     print(f"{dataset.name} from {dataset.source}: {dataset.train}")
     if args.tune:
         tune(args, dataset)
@@ -473,6 +406,10 @@ def main(argv: list[str] | None = None) -> list[Result]:
     print_table(results)
     figure = args.logdir / "learning_curves.png"
     draw_curves(results, figure)
+    if args.record is not None:
+        hidden = ("logdir", "record", "tune", "dataset")
+        settings = {k: v for k, v in vars(args).items() if k not in hidden}
+        write_records(results, dataset.name, settings, args.record)
     print(f"learning curves: {figure}; logs: tensorboard --logdir {args.logdir}")
     return results
 

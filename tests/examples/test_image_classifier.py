@@ -29,10 +29,12 @@ def trainer():
     spec = importlib.util.spec_from_file_location("image_classifier", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["image_classifier"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["image_classifier"]
+    # A script finds the modules beside it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        patch.setitem(sys.modules, "image_classifier", module)
+        spec.loader.exec_module(module)
+        yield module
 
 
 def run(trainer, *options):
