@@ -7,8 +7,7 @@ import warnings
 # this is for environments where another package forced one of them in.
 BAD_JAXLIB = {
     "0.10.2": (
-        "computes silently wrong numbers on the CPU backend (jax issues #39103, "
-        "#37465)"
+        "computes silently wrong numbers on the CPU backend (jax issues #39103, #37465)"
     ),
     "0.11.0": "crashes on rank-7 arrays on the CPU backend (jax issue #39257)",
     "0.11.1": "is reported to compute wrong numbers on CUDA 13 (jax issue #40633)",

@@ -74,12 +74,23 @@ def from_nnx(
         nnx.pop(module, nnx.Intermediate)
         return split(module)
 
-    train_graph, params, keys, counts, model_state = in_mode(train=True)
+    train_graph, own_params, keys, counts, own_state = in_mode(train=True)
     eval_graph = in_mode(train=False)[0]
-    if not jax.tree.leaves(params):
+    if not jax.tree.leaves(own_params):
         raise ValueError(f"wrt={wrt} selects no variable of {type(model).__name__}")
 
+    def check(name: str, given: PyTree, needed: PyTree) -> None:
+        found, wanted = (len(jax.tree.leaves(tree)) for tree in (given, needed))
+        if found != wanted:
+            raise TypeError(
+                f"{name} has {found} arrays, but the {type(model).__name__} needs "
+                f"{wanted}; give both trees of task.init() to TrainState.create("
+                "params, tx, key=key, model_state=model_state)"
+            )
+
     def apply(graph: Any, params: PyTree, model_state: PyTree, batch: Batch, key):
+        check("params", params, own_params)
+        check("model_state", model_state, own_state)
         # The copy gives the variables this trace's level: inside grad, batch
         # statistics could not be assigned otherwise.
         module = nnx.merge(
@@ -91,8 +102,7 @@ def from_nnx(
 
     def init(key: Any = None, batch: Any = None):
         del key, batch
-        copy = jax.tree.map(lambda x: jnp.array(x, copy=True), (params, model_state))
-        return copy
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), (own_params, own_state))
 
     def train_loss(params, model_state, batch, key):
         outputs, new_state = apply(train_graph, params, model_state, batch, key)

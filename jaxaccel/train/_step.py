@@ -173,24 +173,37 @@ def _cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 def _keep_types(old: TrainState, new: TrainState) -> TrainState:
     """Makes the new state fit the compiled step, or says what does not fit."""
+    if not jax.tree.leaves((old.model_state, new.model_state)):
+        # Two kinds of nothing, {} and an empty nnx.State.
+        new = new.replace(model_state=old.model_state)
+    for field in ("params", "model_state", "opt_state"):
+        _check_same(f"state.{field}", getattr(old, field), getattr(new, field))
+    # Naming the dtype makes weak types strong: they would compile it again.
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype=x.dtype), new)
+
+
+def _check_same(name: str, old: PyTree, new: PyTree) -> None:
     old_leaves, old_tree = jax.tree_util.tree_flatten_with_path(old)
     new_leaves, new_tree = jax.tree_util.tree_flatten_with_path(new)
     if old_tree != new_tree:
+        before, after = (
+            [name + jax.tree_util.keystr(path) for path, _ in leaves]
+            for leaves in (old_leaves, new_leaves)
+        )
         raise TypeError(
-            "the step changed the structure of its state, which would compile it "
-            f"again at every call: before {old_tree}, after {new_tree}"
+            f"the step changed the structure of {name}, which would compile it again "
+            f"at every call. It held {before or 'nothing'}, and now "
+            f"{after or 'nothing'}. The loss must return a model_state like the one "
+            "it got; give the first one to TrainState.create(model_state=...)"
         )
     for (path, before), (_, after) in zip(old_leaves, new_leaves, strict=True):
-        after = jnp.asarray(after)
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
+        if (before.shape, before.dtype) != (jnp.shape(after), jnp.result_type(after)):
             raise TypeError(
-                f"the step changed state{jax.tree_util.keystr(path)} from "
-                f"{before.dtype}{list(before.shape)} to "
-                f"{after.dtype}{list(after.shape)}, which would compile it again; "
-                "cast it back in the loss or in the transformation"
+                f"the step changed {name}{jax.tree_util.keystr(path)} from "
+                f"{before.dtype}{list(before.shape)} to {jnp.result_type(after)}"
+                f"{list(jnp.shape(after))}, which would compile it again; cast it "
+                "back in the loss or in the transformation"
             )
-    # Naming the dtype makes weak types strong, for the same reason.
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype=x.dtype), new)
 
 
 def _check_arguments(loss_fn: Any, tx: Any, preprocess: Any) -> None:

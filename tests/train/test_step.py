@@ -268,7 +268,7 @@ def test_calling_a_step_checks_state_and_batch(rng):
             lambda p, s: (p.sum(), ({"n": s["n"].astype(jnp.float16)}, {})),
             r"changed state.model_state\['n'\] from float32\[\] to float16",
         ),
-        (lambda p, s: (p.sum(), ({}, {})), "changed the structure of its state"),
+        (lambda p, s: (p.sum(), ({}, {})), r"structure of state.model_state.*\['n'\]"),
     ],
 )
 def test_a_wrong_loss_is_explained(result, message, rng):

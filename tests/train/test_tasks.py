@@ -165,6 +165,21 @@ def test_nnx_module_itself_never_changes(rng, key):
     assert model.drop.deterministic is False and not model.norm.use_running_average
 
 
+def test_nnx_module_without_state_needs_no_model_state(rng, key):
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    task, tx = train.from_nnx(model, train.classification_loss), optax.sgd(0.1)
+    state = train.TrainState.create(task.init()[0], tx, key=key)
+    state, _ = train.make_train_step(task.train_loss, tx)(state, batch_of(rng))
+    assert int(state.step) == 1 and state.model_state == {}
+
+
+def test_nnx_forgotten_model_state_is_explained(rng, key):
+    task, tx = nnx_task(), optax.sgd(0.1)
+    state = train.TrainState.create(task.init()[0], tx, key=key)
+    with pytest.raises(TypeError, match="model_state has 0 arrays.* needs 2.*create"):
+        train.make_train_step(task.train_loss, tx)(state, batch_of(rng))
+
+
 def test_nnx_dropout_layers_draw_different_masks(key):
     class Twice(nnx.Module):
         def __init__(self, rngs):
