@@ -169,19 +169,23 @@ def describe(options, rounds, sent) -> Record:
 
 def headline(batch, large) -> list[Headline]:
     usual = "normalized to float32 on the host"
-    ready = f"Time until {batch} is on the device"
-    ours = Headline(f"{ready}, uint8", usual, f"{NAIVE} / {OURS}")
+    sooner = f"Sooner on the device, {batch}"
+    ours = Headline(f"{sooner}: uint8", usual, f"{NAIVE} / {OURS}")
     if large:
         return [ours]
     return [
         Headline(
-            f"Bytes handed to `device_put`, {batch} and labels",
+            f"Fewer bytes handed to `device_put`, {batch} and labels",
             "float32 images, int32 labels",
             "bytes ratio",
         ),
         ours,
-        Headline(f"{ready}, uint8 by plain `X[i]`", usual, f"{NAIVE} / {PLAIN}"),
-        Headline(f"{ready} and normalized there", usual, f"{NAIVE} / {READY}"),
+        Headline(f"{sooner}: uint8 by plain `X[i]`", usual, f"{NAIVE} / {PLAIN}"),
+        Headline(
+            f"Sooner on the device and normalized there, {batch}: uint8",
+            usual,
+            f"{NAIVE} / {READY}",
+        ),
     ]
 
 

@@ -144,14 +144,13 @@ def describe(options, rounds) -> Record:
         ratios=[f"{a} / {b}" for a, b in ours + items],
         headline=[
             Headline(
-                f"CPU time of the loader, batch {options.batch_sizes[0]}",
+                f"CPU time that the loader costs, batch {options.batch_sizes[0]}",
                 "plain `X[idx]`, in a random order",
                 " / ".join(ours[0]),
             ),
             Headline(
-                f"CPU time of a Grain pipeline of single examples, batch "
-                f"{options.batch_sizes[0]}",
-                "the loader, whose elements are batches",
+                f"Less CPU time in the loader, batch {options.batch_sizes[0]}",
+                "a Grain pipeline of single examples",
                 " / ".join(items[0]),
             ),
         ],

@@ -55,6 +55,7 @@ def table(records: list[Record]) -> str:
     ]
     for record in records:
         link = f"[{record.name}](benchmarks/results/{record.name}.json)"
+        link += f" ({record.hardware['platform']})"
         for row in record.headline:
             cells = [row.what, row.against, record.figure(row.figure)]
             cells = [cell.replace("|", "\\|") for cell in cells]

@@ -1,6 +1,7 @@
 import importlib.util
 import pathlib
 
+import jax
 import pytest
 
 from jaxaccel.records import Headline, Record, paired_ratio
@@ -55,7 +56,7 @@ def test_writes_the_table_once(report, place):
     text = readme.read_text()
     row = (
         "| speed | slow\\|way | 4.00x (4.00 to 4.00) | helps "
-        "| [b](benchmarks/results/b.json) |"
+        f"| [b](benchmarks/results/b.json) ({jax.default_backend()}) |"
     )
     assert row in text.splitlines()
     assert text.startswith("before\n\n<!--") and text.endswith("-->\n\nafter\n")
