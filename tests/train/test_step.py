@@ -7,6 +7,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxaccel import train
 
@@ -328,3 +329,17 @@ def test_bfloat16_parameters_keep_float32_optimizer_state(rng):
     np.testing.assert_allclose(
         np.asarray(state.params["w"], np.float32), want[:-1], rtol=0.05, atol=0.02
     )
+
+
+def test_sharded_batches_give_the_same_steps_and_compile_once(rng):
+    batch, tx = linear_batch(rng), optax.sgd(0.02, momentum=0.9)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_example = NamedSharding(mesh, PartitionSpec("x"))
+    state = jax.device_put(linear_state(tx), NamedSharding(mesh, PartitionSpec()))
+    step = train.make_train_step(linear_loss, tx)
+    with train.CompileCounter() as compiles:
+        for _ in range(5):
+            state, _ = step(state, jax.device_put(batch, by_example))
+    want = sgd_momentum_oracle(batch, 5, 0.02, 0.9)
+    np.testing.assert_allclose(state.params["w"], want[:-1], rtol=1e-4)
+    assert compiles.counts["train_step"] == 1
