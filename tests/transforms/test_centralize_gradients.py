@@ -103,11 +103,11 @@ def test_is_an_orthogonal_projection(seed):
         for _ in range(2)
     )
     pa, pb = update(a), update(b)
-    assert optax.tree.norm(optax.tree.sub(update(pa), pa)) < 1e-5
-    assert float(optax.tree.vdot(pa, b)) == pytest.approx(
-        float(optax.tree.vdot(a, pb)), rel=1e-4, abs=1e-3
-    )
-    assert float(optax.tree.norm(pa)) <= float(optax.tree.norm(a))
+    again = update(pa)["conv"]["kernel"]
+    a, b, pa, pb = (tree["conv"]["kernel"] for tree in (a, b, pa, pb))
+    assert jnp.abs(again - pa).max() < 1e-6
+    assert float(jnp.vdot(pa, b)) == pytest.approx(float(jnp.vdot(a, pb)), abs=1e-3)
+    assert float(jnp.vdot(pa, pa)) <= float(jnp.vdot(a, a))
 
 
 def test_sums_of_units_stay_with_momentum(rng):
@@ -118,7 +118,7 @@ def test_sums_of_units_stay_with_momentum(rng):
     for _ in range(10):
         grads = {"kernel": jnp.asarray(rng.normal(1, 1, (20, 10)), jnp.float32)}
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(jnp.add, params, updates)
     drift = params["kernel"].sum(0) - start["kernel"].sum(0)
     assert jnp.abs(drift).max() < 1e-4
     assert jnp.abs(params["kernel"] - start["kernel"]).max() > 0.5
