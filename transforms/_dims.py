@@ -24,6 +24,7 @@ class KernelDims:
         reduction: axes of the fan-in, at least one.
         output: axes of the output units; may be empty.
         batch: axes that stack independent kernels; none by default.
+        rule: how a resolver came to it, for `describe_dims`; not compared.
 
     Raises:
         TypeError: an entry is not a tuple of integers.
@@ -38,11 +39,12 @@ class KernelDims:
     reduction: tuple[int, ...]
     output: tuple[int, ...]
     batch: tuple[int, ...] = ()
+    rule: str = dataclasses.field(default="", compare=False, repr=False, kw_only=True)
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            axes = _as_axes(field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, axes)
+        for name in ("reduction", "output", "batch"):
+            axes = _as_axes(name, getattr(self, name))
+            object.__setattr__(self, name, axes)
         if not self.reduction:
             raise ValueError(
                 f"{self} has no reduction axis, so there is nothing to reduce over; "
@@ -72,8 +74,66 @@ class KernelDims:
             tuple(axis % ndim for axis in axes)
             for axes in (self.reduction, self.output, self.batch)
         )
-        return KernelDims(reduction, output, batch)
+        return KernelDims(reduction, output, batch, rule=self.rule)
 
+    def with_rule(self, rule: str) -> "KernelDims":
+        """Returns the same roles with another account of where they come from."""
+        return dataclasses.replace(self, rule=rule)
+
+    def stacked(self, axis: int) -> "KernelDims":
+        """Returns the roles once a batch axis is inserted into the array.
+
+        Args:
+            axis: where the new axis is, in the array that has it.
+
+        Returns:
+            The `KernelDims` of the stack, its axes not negative.
+
+        Raises:
+            ValueError: there can be no such axis.
+
+        Examples:
+            >>> from jaxaccel.transforms import KernelDims
+            >>> KernelDims(reduction=(0,), output=(1,)).stacked(0)
+            KernelDims(reduction=(1,), output=(2,), batch=(0,))
+        """
+        ndim = len(self.reduction + self.output + self.batch)
+        if not -ndim - 1 <= axis <= ndim:
+            raise ValueError(f"{self} has {ndim} axes: no new one can be at {axis}")
+        dims, axis = self.at_rank(ndim), axis % (ndim + 1)
+        reduction, output, batch = (
+            tuple(old + (old >= axis) for old in axes)
+            for axes in (dims.reduction, dims.output, dims.batch)
+        )
+        return KernelDims(
+            reduction, output, tuple(sorted((axis, *batch))), rule=self.rule
+        )
+
+    def unstacked(self, axis: int) -> "KernelDims":
+        """Returns the roles once a batch axis is taken away: undoes `stacked`.
+
+        Args:
+            axis: the batch axis to take away.
+
+        Returns:
+            The `KernelDims` of one kernel of the stack.
+
+        Raises:
+            ValueError: the axis is not a batch axis.
+        """
+        ndim = len(self.reduction + self.output + self.batch)
+        dims, axis = self.at_rank(ndim), axis % ndim
+        if axis not in dims.batch:
+            raise ValueError(f"{self} has no batch axis {axis}")
+        reduction, output, batch = (
+            tuple(old - (old > axis) for old in axes if old != axis)
+            for axes in (dims.reduction, dims.output, dims.batch)
+        )
+        return KernelDims(reduction, output, batch, rule=self.rule)
+
+
+ASSUMED = "assumed: last axis is output"
+"""The rule of leaves that nothing but their rank speaks for."""
 
 Resolver = Callable[[KeyPath, Any], KernelDims | None]
 
@@ -83,7 +143,10 @@ def torch_dims(path: KeyPath, leaf: Any) -> KernelDims | None:
 
     Every leaf of rank >= 2 is a kernel with output axis 0 and all other axes
     fan-in, whatever its name: `(out, in)`, `(out, in, height, width)`.
-    `centralize_gradients(dims=torch_dims)` then is `optax.centralize()`.
+    `centralize_gradients(dims=torch_dims)` then is `optax.centralize()`. Two of
+    PyTorch's layers need `override_dims(..., torch_dims)`: an Embedding, None,
+    and a ConvTranspose2d, `(in, out, height, width)`, the axes
+    `KernelDims((0, 2, 3), (1,))`.
 
     Args:
         path: key path of the leaf, as `jax.tree_util` gives it; not read.
@@ -100,7 +163,9 @@ def torch_dims(path: KeyPath, leaf: Any) -> KernelDims | None:
     """
     del path
     ndim = np.ndim(leaf)
-    return KernelDims(tuple(range(1, ndim)), (0,)) if ndim >= 2 else None
+    if ndim < 2:
+        return None
+    return KernelDims(tuple(range(1, ndim)), (0,), rule="PyTorch (out, in, ...)")
 
 
 def path_names(path: KeyPath) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A resolver that reads the layouts off an NNX model."""
+"""A resolver that reads the layouts off a Flax model."""
 
 import itertools
 from typing import Any
@@ -8,27 +8,36 @@ import numpy as np
 
 from jaxaccel.transforms._dims import KernelDims, KeyPath, Resolver, path_names
 from jaxaccel.transforms._flax_dims import flax_dims
+from jaxaccel.transforms._linen_dims import linen_dims
 
 
-def module_dims(model: Any) -> Resolver:
-    """Returns a resolver that knows the layers of an NNX model.
+def module_dims(model: Any, *inputs: Any, **kwargs: Any) -> Resolver:
+    """Returns a resolver that knows the layers of a Flax model.
 
-    Reads Linear, LinearGeneral (and with it attention), Conv and
-    ConvTranspose, both kernel forms. An axis more than the layer itself has,
-    as `nnx.vmap` adds for `nnx.scan`, is a batch axis. Kernels of other
-    layers are resolved as `flax_dims` does; those of `nnx.Einsum` are an error
-    that names the remedy.
+    Reads Dense and Linear, DenseGeneral and LinearGeneral (and with them
+    attention), Conv, ConvTranspose, both kernel forms, and Linen's ConvLocal.
+    Stacked layers have a batch axis: of an NNX model it is the axis more than
+    the layer itself has, as `nnx.vmap` adds for `nnx.scan`; a Linen model is
+    initialized abstractly, and `nn.scan` and `nn.vmap` say themselves where
+    they stack. Kernels of an Einsum are an error that names the remedy; other
+    leaves are resolved as `flax_dims` does.
 
     Args:
-        model: an `nnx.Module`; only its structure is read, nothing is kept.
+        model: an `nnx.Module` or `linen.Module`; only its structure is read,
+            nothing is kept.
+        *inputs: of a Linen model, what `model.init` takes after the key; arrays
+            or `jax.ShapeDtypeStruct`, nothing is computed. None for NNX.
+        **kwargs: more of them; `method` is allowed.
 
     Returns:
         A resolver for the parameters of this model, as `nnx.state` gives
-        them, or `nnx.to_pure_dict` of those. A kernel at a path that the model
-        does not have is an error.
+        them, or `nnx.to_pure_dict` of those; of a Linen model
+        `variables["params"]`, or a dict with that key. A kernel at a path that
+        the model does not have is an error.
 
     Raises:
-        TypeError: the model is not an NNX module.
+        TypeError: the model is no Flax module; a Linen model without inputs;
+            an NNX model with inputs.
         ValueError: it is not evident which axis of a kernel is the stacked one.
 
     Examples:
@@ -40,15 +49,38 @@ def module_dims(model: Any) -> Resolver:
         >>> params = nnx.to_pure_dict(nnx.state(up, nnx.Param))
         >>> jax.tree_util.tree_map_with_path(module_dims(up), params)["kernel"]
         KernelDims(reduction=(0, 1, 3), output=(2,), batch=())
-    """
-    from flax import nnx
 
+        Of a Linen model, with a batch that it takes:
+
+        >>> from flax import linen as nn
+        >>> module, x = nn.DenseGeneral((2, 4)), jax.ShapeDtypeStruct((1, 8), "float32")
+        >>> params = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
+        >>> dims = module_dims(module, x)
+        >>> jax.tree_util.tree_map_with_path(dims, params)["kernel"]
+        KernelDims(reduction=(0,), output=(1, 2), batch=())
+    """
+    from flax import linen, nnx
+
+    if isinstance(model, linen.Module):
+        if not (inputs or kwargs):
+            raise TypeError(
+                "a Linen module holds no parameters: give what its init takes after "
+                f"the key, module_dims({type(model).__name__}(...), *inputs)"
+            )
+        return linen_dims(model, *inputs, **kwargs)
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"module_dims reads an nnx.Module, got {type(model).__name__}; "
-            "a Linen module does not hold its parameters: use flax_dims, "
-            "with override_dims where it cannot decide"
+            "module_dims reads an nnx.Module or a linen.Module, got "
+            f"{type(model).__name__}; use flax_dims, haiku_dims or torch_dims"
         )
+    if inputs or kwargs:
+        raise TypeError("module_dims of an nnx.Module takes nothing but the module")
+    return _nnx_dims(model)
+
+
+def _nnx_dims(model: Any) -> Resolver:
+    from flax import nnx
+
     nodes = {tuple(map(str, path)): node for path, node in nnx.iter_graph(model)}
     variables = {path for path, node in nodes.items() if isinstance(node, nnx.Variable)}
     known: dict[tuple[str, ...], KernelDims] = {
@@ -100,6 +132,7 @@ def _layer_dims(path: tuple[str, ...], layer: Any) -> KernelDims:
         tuple(kept[axis] for axis in dims.reduction),
         tuple(kept[axis] for axis in dims.output),
         stackings[0] + tuple(kept[axis] for axis in dims.batch),
+        rule=f"nnx {type(layer).__name__}{', stacked' if stackings[0] else ''}",
     )
 
 

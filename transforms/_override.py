@@ -62,7 +62,8 @@ class OverrideDims:
         written = "/".join(path_names(path))
         for pattern, dims in self.rules:
             if pattern.search(written):
-                return dims
+                rule = f"override {pattern.pattern!r}"
+                return None if dims is None else dims.with_rule(rule)
         return self.default(path, leaf)
 
     def unmatched(self, paths: Iterable[KeyPath]) -> list[str]:

@@ -1,18 +1,16 @@
 """Z-score normalization of gradients."""
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxaccel.transforms._dims import KernelDims, Resolver
 from jaxaccel.transforms._kernels import Kernels
-from jaxaccel.transforms._reductions import safe_sqrt, statistics_dtype, sum_over
+from jaxaccel.transforms._shards import AxisName
+from jaxaccel.transforms._standardize import standardize
 from jaxaccel.transforms._validate import check_int, check_nonnegative
 
 
@@ -26,6 +24,8 @@ def znorm(
     dims: Resolver | None = None,
     rel_floor: jax.typing.ArrayLike = 4e-6,
     mask: Any | Callable[[Any], Any] | None = None,
+    fuse_statistics: bool = False,
+    axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Normalizes the gradient of every kernel to mean 0 and standard deviation 1.
 
@@ -35,28 +35,33 @@ def znorm(
 
     with the statistics of each kernel over all its entries (`scope="tensor"`),
     or over the fan-in of each output unit (`"unit"`); never across batch axes.
+    With `"pooled"` each kernel's own mean is removed, and one standard
+    deviation is that of all kernels' centred entries together, so that
+    kernels keep their sizes relative to one another.
 
     The update has root mean square 1 whatever the gradient's size. So the
     learning rate must be far lower than without (SGD: by a factor of 100 to
     300), and must decay to zero: the steps do not shrink near a minimum by
     themselves. Put it before momentum or moments and before weight decay, on
     gradients already unscaled and averaged over devices and micro-batches
-    (inside `optax.MultiSteps`, not outside). Inside `shard_map` the statistics
-    are those of the local shard: average first, and use it on replicated
-    gradients only; under `jit` sharded leaves are right.
+    (inside `optax.MultiSteps`, not outside). Under `jit` sharded leaves are
+    right. Inside `shard_map` the statistics are those of the local shard
+    unless `axis_name` says over which mesh axes the leaves are split; average
+    over the data axis first, which does not belong there.
 
     Everything but kernels passes bitwise unchanged: biases, norm parameters,
     embeddings, leaves below `min_ndim` or `min_size`. A kernel whose layout is
     ambiguous is an error in both scopes, since a stack of kernels must not
     share one statistic. A constant gradient gives exactly 0; a NaN or Inf, or
     a variance beyond float32 (entries above 1e19), makes every entry that
-    shares the statistic NaN: check for finite gradients before.
+    shares the statistic NaN (pooled: of all kernels): check for finite
+    gradients before.
 
     Args:
         eps: added to the standard deviation; 0 is allowed.
-        scope: `"tensor"` or `"unit"`.
+        scope: `"tensor"`, `"unit"` or `"pooled"`.
         ddof: the variance divides by `n - ddof`: 0 is the population's, 1 the
-            sample's, PyTorch's default.
+            sample's, PyTorch's default. Pooled, n counts all kernels' entries.
         min_ndim: leaves of lower rank pass unchanged.
         min_size: leaves with fewer entries a statistic pass unchanged. Of n
             entries normalization leaves n - 2 degrees of freedom: a single one
@@ -69,6 +74,18 @@ def znorm(
             largest error of a float32 mean that was seen (1.3e-6).
         mask: as in `optax.masked`: a tree of booleans, or a function of the
             parameters that returns one; leaves with False pass unchanged.
+        fuse_statistics: whether the sums of all kernels travel between devices
+            together: for a whole tree two collectives for each group of devices
+            that leaves are split over, in place of two a leaf. In exchange no
+            leaf is finished before the sums of all are known. Not for the
+            scope `"unit"`, whose statistics stay where the units are, as those
+            of stacked kernels do.
+        axis_name: inside `shard_map` only: the mesh axis, or a tuple of them,
+            over which the axes of each kernel's statistics are split. Of a leaf
+            that is not split over them `shard_map` knows it, unless
+            `check_vma=False`. There, and where units (scope `"unit"`) or
+            stacks are split, give a function `(path, leaf) -> PartitionSpec`,
+            the leaf's own. None otherwise.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` without state. Statistics
@@ -79,7 +96,7 @@ def znorm(
 
     Raises:
         ValueError: unknown scope; a negative or non-finite number; `min_size`
-            not above `ddof`.
+            not above `ddof`; `fuse_statistics` with the scope `"unit"`.
         TypeError: an argument of the wrong type.
 
     Examples:
@@ -105,7 +122,14 @@ def znorm(
     check_int("min_size", min_size, at_least=max(2, ddof + 1))
     if scope not in _AXES_OF:
         raise ValueError(f"`scope` must be one of {sorted(_AXES_OF)}, got {scope!r}")
-    kernels = Kernels("znorm", dims, _AXES_OF[scope], min_size, min_ndim)
+    if fuse_statistics and scope == "unit":
+        raise ValueError(
+            "`fuse_statistics` is for the scopes 'tensor' and 'pooled': the "
+            "statistics of units stay on the devices that hold the units"
+        )
+    kernels = Kernels(
+        "znorm", dims, _AXES_OF[scope], min_size, min_ndim, axis_name=axis_name
+    )
 
     def init_fn(params):
         kernels.check(params)
@@ -114,10 +138,17 @@ def znorm(
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
 
-        def normalize(grad, axes):
-            return _normalize(grad, axes, eps, ddof, rel_floor)
+        def normalize(kernels):
+            return standardize(
+                kernels,
+                eps=eps,
+                ddof=ddof,
+                rel_floor=rel_floor,
+                pooled=scope == "pooled",
+                fuse=fuse_statistics,
+            )
 
-        return kernels.map(normalize, updates), state
+        return kernels.map_together(normalize, updates), state
 
     transform = optax.GradientTransformationExtraArgs(init_fn, update_fn)
     return transform if mask is None else optax.masked(transform, mask)
@@ -127,41 +158,8 @@ def _all_of_one_kernel(dims: KernelDims) -> tuple[int, ...]:
     return dims.reduction + dims.output
 
 
-_AXES_OF = {"tensor": _all_of_one_kernel, "unit": operator.attrgetter("reduction")}
-
-
-def _normalize(
-    grad: jax.Array,
-    axes: tuple[int, ...],
-    eps: jax.typing.ArrayLike,
-    ddof: int,
-    rel_floor: jax.typing.ArrayLike,
-) -> jax.Array:
-    x = grad.astype(statistics_dtype(grad.dtype))
-    count = math.prod(x.shape[axis] for axis in axes)
-    # Two passes: the sum of squares alone cancels where the mean is large. The
-    # barriers, on the small statistics only, keep XLA from sharing `x - mean`
-    # between the passes, which would write it to memory. Bytes accessed by a
-    # float32 tree, in multiples of its size: 4.0 on jax 0.12.0.1 (6.0 without
-    # barriers, 7.0 inside a step with a barrier on the gradient itself) and
-    # 6.1 on 0.10.1, whose CPU reductions never fuse with what they reduce.
-    mean = lax.optimization_barrier(sum_over(x, axes) / count)
-    variance = sum_over(lax.square(x - mean), axes) / (count - ddof)
-    scale = _reciprocal_deviation(mean, variance, eps, rel_floor)
-    mean, scale = lax.optimization_barrier((mean, scale))
-    return ((x - mean) * scale).astype(grad.dtype)
-
-
-def _reciprocal_deviation(
-    mean: jax.Array,
-    variance: jax.Array,
-    eps: jax.typing.ArrayLike,
-    rel_floor: jax.typing.ArrayLike,
-) -> jax.Array:
-    std = safe_sqrt(variance)
-    # False where the deviation is NaN, so that a NaN is passed on.
-    is_constant = std <= jnp.asarray(rel_floor, std.dtype) * jnp.abs(mean)
-    divisor = jnp.where(is_constant, 1, std + jnp.asarray(eps, std.dtype))
-    scale = jnp.where(is_constant, 0, 1 / divisor)
-    # An overflowed variance must not pass for an update of zero.
-    return jnp.where(jnp.isinf(std), jnp.nan, scale)
+_AXES_OF = {
+    "pooled": _all_of_one_kernel,
+    "tensor": _all_of_one_kernel,
+    "unit": operator.attrgetter("reduction"),
+}

@@ -162,8 +162,12 @@ def test_module_dims_finds_the_stacked_axis():
 
 
 def test_module_dims_refuses_what_it_does_not_know(nnx_model):
-    with pytest.raises(TypeError, match="nnx.Module, got Dense"):
+    with pytest.raises(TypeError, match=r"module_dims\(Dense\(...\), \*inputs\)"):
         module_dims(nn.Dense(3))
+    with pytest.raises(TypeError, match="nnx.Module or a linen.Module, got dict"):
+        module_dims({})
+    with pytest.raises(TypeError, match="nothing but the module"):
+        module_dims(nnx_model, jnp.ones(3))
     params = {"model": nnx.to_pure_dict(nnx.state(nnx_model, nnx.Param))}
     with pytest.raises(ValueError, match=r"no \['model'\]"):
         resolved(module_dims(nnx_model), params)
@@ -224,7 +228,10 @@ def test_ambiguous_kernels_are_refused(names, shape):
         (("layer", "kernel"), (3, 3, 3, 4, 8), KernelDims((0, 1, 2, 3), (4,))),
         (("query", "bias"), (4, 16), None),
         (("Embed_0", "embedding"), (40, 16), None),
-        (("w",), (4, 16), None),
+        (("w",), (4, 16), DENSE),
+        (("w",), (3, 4, 16), KernelDims((0, 1), (2,))),
+        (("cls_token",), (2, 4, 16), None),
+        (("adapter", "lora_a"), (4, 16), None),
         (("Dense_0", "kernel"), (4,), None),
         (("ScanBlock_0", "Dense_0", "kernel"), (4, 16), DENSE),
     ],
@@ -305,9 +312,9 @@ def test_resolvers_are_checked():
 
 @pytest.mark.parametrize("transform", [znorm, centralize_gradients])
 def test_a_tree_in_which_nothing_would_change_is_refused(transform):
-    params = {"w1": leaf(3, 16), "b1": leaf(16)}
-    with pytest.raises(ValueError, match=r"none of the 2.*\['w1'\].*torch_dims"):
+    params = {"embedding": leaf(3, 16), "b1": leaf(16)}
+    with pytest.raises(ValueError, match=r"none of the 2.*embedding.*torch_dims"):
         transform().init(params)
-    dims = override_dims({"w1": DENSE})
+    dims = override_dims({"embedding": DENSE})
     transform(dims=dims).init(params)
-    optax.masked(transform(), {"w1": False, "b1": True}).init(params)
+    optax.masked(transform(), {"embedding": False, "b1": True}).init(params)

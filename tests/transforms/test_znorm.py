@@ -233,7 +233,7 @@ def test_what_is_not_finite_spoils_its_statistic_loudly(rng, bad, scope, spoilt)
         ({"eps": np.inf}, "`eps`.*inf"),
         ({"eps": jnp.ones(2)}, r"`eps` must be one number.*\(2,\)"),
         ({"rel_floor": -1.0}, "`rel_floor`"),
-        ({"scope": "layer"}, r"`scope` must be one of \['tensor', 'unit'\]"),
+        ({"scope": "layer"}, r"must be one of \['pooled', 'tensor', 'unit'\]"),
         ({"ddof": -1}, "`ddof` must be at least 0"),
         ({"min_size": 1}, "`min_size` must be at least 2"),
         ({"ddof": 8}, "`min_size` must be at least 9"),
