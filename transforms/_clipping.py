@@ -1,19 +1,85 @@
-"""Clipping of gradients by their norm."""
+"""Clipping of gradients by value and by their common norm."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jaxaccel.transforms._kernels import check_inexact
-from jaxaccel.transforms._reductions import safe_sqrt, statistics_dtype, sum_over
-from jaxaccel.transforms._validate import check_nonnegative, check_real_scalar
+from jaxaccel.transforms._norms import clip_leaves, fit, global_norm
+from jaxaccel.transforms._reductions import statistics_dtype
+from jaxaccel.transforms._shards import AxisName, check_axis_name
+from jaxaccel.transforms._validate import (
+    check_nonnegative,
+    check_real_scalar,
+)
+
+
+def clip_by_value(
+    max_abs: jax.typing.ArrayLike,
+) -> optax.GradientTransformationExtraArgs:
+    """Limits every entry of the gradients to an interval around zero.
+
+    ::
+
+        min(max(g, -max_abs), max_abs)
+
+    As `optax.clip`, but for leaves of different types and a bound of any type.
+    Entries within the bound pass bitwise unchanged. It turns the gradient,
+    since large entries shrink and small ones do not: to bound its size alone
+    use `clip_by_global_norm`. An infinite entry becomes the bound, as any
+    other large one; a NaN stays a NaN.
+
+    Args:
+        max_abs: the bound, a number or scalar array >= 0, rounded to each
+            leaf's type; `inf` never clips, 0 turns every gradient into zeros.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs` without state; updates keep
+        the gradients' types. There is nothing to say about sharding: no entry
+        depends on another.
+
+    Raises:
+        ValueError: `max_abs` is negative, NaN or not a scalar.
+        TypeError: `max_abs` is not a real number; at update, a gradient is
+            not floating.
+
+    Examples:
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from jaxaccel.transforms import clip_by_value
+        >>> grads = {"kernel": jnp.array([[3.0, -0.25, -8.0]])}
+        >>> tx = clip_by_value(1.0)
+        >>> updates, _ = tx.update(grads, tx.init(grads))
+        >>> np.asarray(updates["kernel"]).tolist()
+        [[1.0, -0.25, -1.0]]
+
+    References:
+        Mikolov, Statistical Language Models Based on Neural Networks, PhD
+        thesis, Brno University of Technology, 2012
+    """
+    check_nonnegative("max_abs", max_abs, finite=False)
+
+    def init_fn(params):
+        del params
+        return optax.EmptyState()
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args
+
+        def clip(path, grad):
+            check_inexact("clip_by_value", path, grad, allow_complex=False)
+            grad = jnp.asarray(grad)
+            bound = jnp.asarray(max_abs).astype(grad.dtype)
+            return jnp.clip(grad, -bound, bound)
+
+        return jax.tree_util.tree_map_with_path(clip, updates), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def clip_by_global_norm(
-    max_norm: jax.typing.ArrayLike,
+    max_norm: jax.typing.ArrayLike, *, axis_name: AxisName | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Scales all gradients down so that their common norm is at most a bound.
 
@@ -28,12 +94,19 @@ def clip_by_global_norm(
     A norm that is NaN or infinite (a NaN or Inf in any leaf, or float32
     entries above 1e19) makes every entry NaN, so that no step looks right
     which is not; skip such steps with `optax.apply_if_finite`. With
-    `max_norm=inf` only a NaN does so. Inside `shard_map` the norm is that of
-    the local shard: give `norm`; under `jit` sharded leaves are right.
+    `max_norm=inf` only a NaN does so. Under `jit` sharded leaves are right;
+    inside `shard_map` the norm is that of the local shard, unless `axis_name`
+    says over which mesh axes leaves are split.
 
     Args:
         max_norm: the bound, a number or scalar array >= 0; `inf` never clips,
             0 turns every gradient into zeros.
+        axis_name: inside `shard_map` only: the mesh axis, or a tuple of them,
+            over which leaves are split, to sum the squares over. Of a leaf
+            that is not split over them `shard_map` knows it, unless
+            `check_vma=False`; there, a function `(path, leaf) ->
+            PartitionSpec`, the leaf's own, tells. Without it the norm is that
+            of the local shard.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` without state. Its `update`
@@ -42,7 +115,8 @@ def clip_by_global_norm(
         before it may then change the updates.
 
     Raises:
-        ValueError: `max_norm` is negative, NaN or not a scalar.
+        ValueError: `max_norm` is negative, NaN or not a scalar; at update,
+            `axis_name` is not an axis there.
         TypeError: `max_norm` is not a real number; at update, a gradient is
             neither floating nor complex.
 
@@ -63,6 +137,7 @@ def clip_by_global_norm(
         Networks, 2012, arXiv:1211.5063
     """
     check_nonnegative("max_norm", max_norm, finite=False)
+    check_axis_name("clip_by_global_norm", axis_name)
 
     def init_fn(params):
         del params
@@ -70,50 +145,14 @@ def clip_by_global_norm(
 
     def update_fn(updates, state, params=None, *, norm=None, **extra_args):
         del params, extra_args
-        norm = _global_norm(updates) if norm is None else _given_norm(norm)
-        limit = jnp.asarray(max_norm, norm.dtype)
-        fits = norm <= limit
-        # The other branch of a `where` is differentiated too: no 0 / 0 there.
-        scale = limit / jnp.where(fits, 1, norm)
-        scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
-        fits, scale = lax.optimization_barrier((fits, scale))
-
-        def clip(grad):
-            grad = jnp.asarray(grad)
-            dtype = statistics_dtype(grad.dtype)
-            clipped = (grad.astype(dtype) * scale.astype(dtype)).astype(grad.dtype)
-            return jnp.where(fits, grad, clipped)
-
-        return jax.tree.map(clip, updates), state
+        if norm is None:
+            norm = global_norm("clip_by_global_norm", updates, axis_name)
+        else:
+            norm = _given_norm(norm)
+        fits, scale = fit(norm, jnp.asarray(max_norm).astype(norm.dtype))
+        return clip_leaves(updates, fits, scale), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _global_norm(tree: Any) -> jax.Array:
-    squares = [
-        _sum_of_squares(path, leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    if not squares:
-        return jnp.zeros((), jnp.float32)
-    wide = any(square.dtype == jnp.float64 for square in squares)
-    squares = [x.astype(jnp.float64 if wide else jnp.float32) for x in squares]
-    # Without the barrier XLA computes the sum of all leaves anew inside the
-    # kernel of each one, and the time to compile grows with their number
-    # squared: minutes, not seconds, at 400 leaves.
-    return safe_sqrt(jnp.sum(lax.optimization_barrier(jnp.stack(squares))))
-
-
-def _sum_of_squares(path: tuple[Any, ...], leaf: Any) -> jax.Array:
-    check_inexact("clip_by_global_norm", path, leaf, allow_complex=True)
-    x = jnp.asarray(leaf)
-    x = x.astype(statistics_dtype(x.dtype))
-    if jnp.iscomplexobj(x):
-        squares = lax.square(x.real) + lax.square(x.imag)
-    else:
-        squares = lax.square(x)
-    axes = tuple(range(x.ndim))
-    return jnp.squeeze(sum_over(squares, axes), axes)
 
 
 def _given_norm(norm: Any) -> jax.Array:

@@ -26,6 +26,27 @@ def check_nonnegative(name: str, value: Any, *, finite: bool = True) -> None:
         raise ValueError(f"`{name}` must be {kind}, got {number}")
 
 
+def check_at_least(name: str, value: Any, least: float) -> None:
+    """Raises unless a number, or an array of one, is finite and large enough."""
+    check_real_scalar(name, value)
+    if not isinstance(value, jax.core.Tracer) and not least <= float(value) < math.inf:
+        raise ValueError(f"`{name}` must be finite and >= {least}, got {float(value)}")
+
+
+def check_decay(name: str, value: Any) -> None:
+    """Raises unless a number, or an array of one, is in [0, 1)."""
+    check_real_scalar(name, value)
+    if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) < 1:
+        raise ValueError(f"`{name}` must be >= 0 and < 1, got {float(value)}")
+
+
+def check_percentile(name: str, value: Any) -> None:
+    """Raises unless a number, or an array of one, is in [0, 100]."""
+    check_real_scalar(name, value)
+    if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) <= 100:
+        raise ValueError(f"`{name}` must be from 0 to 100, got {float(value)}")
+
+
 def check_real_scalar(name: str, value: Any) -> None:
     """Raises unless the value is a real number, or an array of one."""
     if not isinstance(value, _NUMBERS) or not _is_real(jnp.result_type(value)):

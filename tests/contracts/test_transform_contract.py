@@ -25,6 +25,7 @@ class Entry(NamedTuple):
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     kwargs: dict[str, Any]
     static_args: tuple[str, ...] = ()
+    needs_params: bool = False
 
     def build(self):
         return self.factory(**self.kwargs)
@@ -35,7 +36,19 @@ ENTRIES = [
     Entry("znorm", transforms.znorm, {}, ZNORM_STATIC),
     Entry("znorm_unit", transforms.znorm, {"scope": "unit", "ddof": 1}, ZNORM_STATIC),
     Entry("centralize", transforms.centralize_gradients, {}, ("dims",)),
+    Entry("clip_by_value", transforms.clip_by_value, {"max_abs": 0.5}),
     Entry("clip_by_global_norm", transforms.clip_by_global_norm, {"max_norm": 0.5}),
+    Entry("clip_by_layer_norm", transforms.clip_by_layer_norm, {"max_norm": 0.5}),
+    Entry(
+        "adaptive_grad_clip",
+        transforms.adaptive_grad_clip,
+        {"clipping": 0.01},
+        ("dims",),
+        needs_params=True,
+    ),
+    Entry("zclip", transforms.zclip, {"max_norm": 0.5}, ("warmup_steps",)),
+    Entry("adagc", transforms.adagc, {"max_norm": 0.5}, ("warmup_steps",)),
+    Entry("autoclip", transforms.autoclip, {"max_norm": 0.5}, ("history",)),
 ]
 entries = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
@@ -83,7 +96,15 @@ def test_changes_gradients_and_keeps_params_out(entry):
     updates = run(entry.build(), grads)
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), updates, grads)
     assert any(jax.tree.leaves(moved))
-    assert_same(run(entry.build(), grads, jax.tree.map(jnp.zeros_like, grads)), updates)
+    others = run(entry.build(), grads, jax.tree.map(jnp.zeros_like, grads))
+    if not entry.needs_params:
+        assert_same(others, updates)
+        assert_same(entry.build().update(grads, entry.build().init(grads))[0], updates)
+        return
+    with pytest.raises(AssertionError):
+        assert_same(others, updates)
+    with pytest.raises(ValueError, match="you are not passing `params`"):
+        entry.build().update(grads, entry.build().init(grads))
 
 
 @entries
@@ -117,7 +138,8 @@ def test_keeps_the_gradient_type(entry, dtype):
     params = make_tree(1, jnp.float32)
     updates = run(entry.build(), grads, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
-    exact = run(entry.build(), jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    exact = run(entry.build(), wide, params)
     rounded = jax.tree.map(lambda u: u.astype(dtype), exact)
     # One rounding of an entry of size 4 at most is all that a type may cost.
     assert_close(updates, rounded, atol=4 * float(jnp.finfo(dtype).eps))
@@ -257,7 +279,7 @@ def test_multi_steps_transforms_the_mean(entry):
         updates, state = tx.update(second, state, first)
     assert_same(held, jax.tree.map(jnp.zeros_like, first))
     mean = jax.tree.map(lambda a, b: (a + b) / 2, first, second)
-    assert_close(updates, run(entry.build(), mean), atol=1e-5)
+    assert_close(updates, run(entry.build(), mean, first), atol=1e-5)
 
 
 @entries
