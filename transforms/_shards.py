@@ -33,7 +33,7 @@ def names_over(
         return ()
     if not callable(axis_name):
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-        return tuple(name for name in names if _may_vary(leaf, name))
+        return tuple(name for name in names if may_vary(leaf, name))
     spec = axis_name(path, leaf)
     if not isinstance(spec, PartitionSpec):
         raise TypeError(
@@ -97,7 +97,7 @@ def _psum(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
         ) from None
 
 
-def _may_vary(leaf: Any, name: str) -> bool:
+def may_vary(leaf: Any, name: str) -> bool:
     """False if shard_map knows that all devices hold the same values."""
     try:
         index = lax.axis_index(name)
