@@ -24,7 +24,7 @@ def _import(name):
 
 data = _import("study_data")
 runs_module = _import("study_runs")
-report = _import("study_report")
+statistics = _import("study_statistics")
 study = _import("transforms_study")
 RunList, Outcome = runs_module.RunList, runs_module.Outcome
 
@@ -265,10 +265,10 @@ def test_unusable_options(tmp_path, capsys, arguments):
 
 def test_mean_is_a_t_interval(rng):
     values = rng.normal(3.0, 2.0, 7)
-    found = report.mean(values.tolist())
+    found = statistics.mean(values.tolist())
     expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
     np.testing.assert_allclose((found.low, found.high), expected)
-    assert math.isinf(report.mean([1.0]).half_width)
+    assert math.isinf(statistics.mean([1.0]).half_width)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_mean_is_a_t_interval(rng):
 )
 def test_cost_until_the_target(target, expected):
     # From chance, 10 %, to 50 %; a setback; then past 50 % again.
-    found = report.until([0.5, 0.6, 0.55, 0.7], [10.0, 10.0, 2.0, 6.0], target)
+    found = statistics.until([0.5, 0.6, 0.55, 0.7], [10.0, 10.0, 2.0, 6.0], target)
     if target == 0.65:
         expected = 22.0 + 6.0 * (0.65 - 0.55) / (0.7 - 0.55)
     assert found == (None if expected is None else pytest.approx(expected))
@@ -288,7 +288,7 @@ def _cell(name, finals, validation):
         seed: _outcome([v / 2, v], f)
         for seed, (f, v) in enumerate(zip(finals, validation, strict=True), 1)
     }
-    return report.Cell(name, 0.1, outcomes, target=0.5)
+    return statistics.Cell(name, 0.1, outcomes, target=0.5)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ def test_comparison_is_paired(gains, effect):
     ours = _cell(
         "centralize", [a + b for a, b in zip(base, gains, strict=True)], validation
     )
-    found = report.compare(ours, _cell("none", base, validation), comparisons=4)
+    found = statistics.compare(ours, _cell("none", base, validation), comparisons=4)
     assert found.effect == effect
     assert found.accuracy.value == pytest.approx(100 * np.mean(gains))
     assert found.epochs.value == pytest.approx(0.0)
@@ -315,14 +315,14 @@ def test_sooner_is_better_and_unreached_targets_are_no_speed():
     base = [0.5, 0.6, 0.7]
     slow = _cell("none", base, [0.6, 0.61, 0.62])
     fast = _cell("znorm", base, [0.9, 0.91, 0.92])
-    found = report.compare(fast, slow, comparisons=1)
+    found = statistics.compare(fast, slow, comparisons=1)
     assert found.effect == "better" and found.epochs.high < 0
     never = _cell("znorm", base, [0.9, 0.91, 0.4])
-    assert report.compare(never, slow, comparisons=1).epochs is None
+    assert statistics.compare(never, slow, comparisons=1).epochs is None
 
 
 def test_one_seed_shows_nothing():
-    found = report.compare(
+    found = statistics.compare(
         _cell("znorm", [0.9], [0.9]), _cell("none", [0.1], [0.6]), comparisons=1
     )
     assert found.effect == "none shown"
@@ -339,7 +339,7 @@ def test_one_seed_shows_nothing():
     ],
 )
 def test_verdicts(effects, expected):
-    assert report.verdict(effects) == expected
+    assert statistics.verdict(effects) == expected
 
 
 # ---------------------------------------------------------------------------- whole
