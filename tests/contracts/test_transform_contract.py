@@ -26,16 +26,26 @@ class Entry(NamedTuple):
     kwargs: dict[str, Any]
     static_args: tuple[str, ...] = ()
     needs_params: bool = False
+    measures: bool = False  # passes the gradients as they are
 
     def build(self):
         return self.factory(**self.kwargs)
 
 
-ZNORM_STATIC = ("scope", "ddof", "min_ndim", "min_size", "dims", "mask")
+ZNORM_STATIC = (
+    *("scope", "ddof", "min_ndim", "min_size", "dims", "mask"),
+    *("fuse_statistics", "axis_name"),
+)
 ENTRIES = [
     Entry("znorm", transforms.znorm, {}, ZNORM_STATIC),
     Entry("znorm_unit", transforms.znorm, {"scope": "unit", "ddof": 1}, ZNORM_STATIC),
-    Entry("centralize", transforms.centralize_gradients, {}, ("dims",)),
+    Entry(
+        "znorm_pooled",
+        transforms.znorm,
+        {"scope": "pooled", "fuse_statistics": True},
+        ZNORM_STATIC,
+    ),
+    Entry("centralize", transforms.centralize_gradients, {}, ("dims", "axis_name")),
     Entry("clip_by_value", transforms.clip_by_value, {"max_abs": 0.5}),
     Entry("clip_by_global_norm", transforms.clip_by_global_norm, {"max_norm": 0.5}),
     Entry("clip_by_layer_norm", transforms.clip_by_layer_norm, {"max_norm": 0.5}),
@@ -49,6 +59,21 @@ ENTRIES = [
     Entry("zclip", transforms.zclip, {"max_norm": 0.5}, ("warmup_steps",)),
     Entry("adagc", transforms.adagc, {"max_norm": 0.5}, ("warmup_steps",)),
     Entry("autoclip", transforms.autoclip, {"max_norm": 0.5}, ("history",)),
+    Entry("grokfast_ema", transforms.grokfast_ema, {}, ("axis_name",)),
+    Entry(
+        "gradient_noise_scale",
+        transforms.gradient_noise_scale,
+        {"batch_size": 8, "micro_batches": 2},
+        ("batch_size", "micro_batches", "data_axis", "axis_name"),
+        measures=True,
+    ),
+    Entry(
+        "gradient_statistics",
+        transforms.gradient_statistics,
+        {"inner": optax.identity(), "clip": transforms.clip_by_global_norm(1e6)},
+        ("inner", "clip"),
+        measures=True,
+    ),
 ]
 entries = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 
@@ -94,6 +119,9 @@ def assert_same(actual, expected):
 def test_changes_gradients_and_keeps_params_out(entry):
     grads = make_tree(0)
     updates = run(entry.build(), grads)
+    if entry.measures:
+        assert_same(updates, grads)
+        return
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), updates, grads)
     assert any(jax.tree.leaves(moved))
     others = run(entry.build(), grads, jax.tree.map(jnp.zeros_like, grads))
@@ -265,7 +293,7 @@ def test_partition_by_groups_without_kernels(entry):
     tx = optax.partition({"matrix": entry.build(), "vector": entry.build()}, labels)
     updates = run(tx, grads)
     moved = (updates["Dense_0"]["kernel"] != grads["Dense_0"]["kernel"]).any()
-    assert bool(moved)
+    assert bool(moved) != entry.measures
     assert jax.tree.structure(updates) == jax.tree.structure(grads)
 
 
