@@ -71,7 +71,9 @@ def clip_by_value(
             check_inexact("clip_by_value", path, grad, allow_complex=False)
             grad = jnp.asarray(grad)
             bound = jnp.asarray(max_abs).astype(grad.dtype)
-            return jnp.clip(grad, -bound, bound)
+            # Not minimum and maximum, which flush subnormals to zero on CPU.
+            above = jnp.where(grad >= bound, bound, grad)
+            return jnp.where(grad <= -bound, -bound, above)
 
         return jax.tree_util.tree_map_with_path(clip, updates), state
 

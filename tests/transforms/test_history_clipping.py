@@ -65,7 +65,9 @@ def scaled(step, factor):
     return {name: leaf * factor for name, leaf in step.items()}
 
 
-def oracle_zclip(grads, z=2.5, decay=0.97, max_norm=1.0, eps=1e-6, warmup_steps=25):
+def oracle_zclip(
+    grads, z_threshold=2.5, decay=0.97, max_norm=1.0, eps=1e-6, warmup_steps=25
+):
     """The published procedure: a list of norms first, averages afterwards."""
     seen: list[float] = []
     mean = variance = 0.0
@@ -83,8 +85,8 @@ def oracle_zclip(grads, z=2.5, decay=0.97, max_norm=1.0, eps=1e-6, warmup_steps=
         else:
             std = np.sqrt(variance)
             score = (norm - mean) / (std + eps)
-            if score > z:
-                bound = mean + z * std / (score / z)
+            if score > z_threshold:
+                bound = mean + z_threshold * std / (score / z_threshold)
             mean = decay * mean + (1 - decay) * bound
             variance = decay * variance + (1 - decay) * (bound - mean) ** 2
         count += 1
@@ -168,8 +170,7 @@ def assert_follows(tx, oracle, grads):
     ids=str,
 )
 def test_zclip_follows_the_published_procedure(kwargs):
-    renamed = {{"z_threshold": "z"}.get(k, k): v for k, v in kwargs.items()}
-    assert_follows(zclip(**kwargs), oracle_zclip(gradients(), **renamed), gradients())
+    assert_follows(zclip(**kwargs), oracle_zclip(gradients(), **kwargs), gradients())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_adagc_follows_the_published_procedure(kwargs):
     assert_follows(adagc(**kwargs), oracle_adagc(gradients(), **kwargs), gradients())
 
 
-METHODS = {
+METHODS: dict[str, Any] = {
     "zclip": lambda: zclip(warmup_steps=4, max_norm=np.inf),
     "adagc": lambda: adagc(warmup_steps=4, max_norm=10.0),
     "autoclip": lambda: autoclip(50.0, history=8),
@@ -224,7 +225,7 @@ def small(scale=1.0, dtype=jnp.float32) -> Any:
 @functools.cache
 def warmed(name) -> tuple[Any, Any]:
     """A transformation and its state after ten steps of ordinary norms."""
-    tx = METHODS[name]()
+    tx: Any = METHODS[name]()
     rng = np.random.default_rng(2)
     sizes = jnp.asarray(rng.uniform(0.8, 1.2, 10), jnp.float32)
     state, _ = jax.jit(
@@ -311,7 +312,7 @@ def _update(name):
 @names
 def test_state_is_small_plain_and_of_fixed_types(name):
     tx, state = warmed(name)
-    assert isinstance(state, tuple) and hasattr(state, "_fields")
+    assert type(state).__name__.endswith("State")
     kinds = {leaf.dtype for leaf in jax.tree.leaves(state)}
     assert kinds == {jnp.dtype(jnp.int32), jnp.dtype(jnp.float32)}
     for dtype in (jnp.bfloat16, jnp.float16):
@@ -453,7 +454,7 @@ def test_equal_norms_are_never_outliers(build):
 
 
 def test_a_hyper_parameter_can_follow_a_schedule():
-    tx = optax.inject_hyperparams(autoclip, static_args=("history",))(
+    tx: Any = optax.inject_hyperparams(autoclip, static_args=("history",))(
         percentile=lambda count: 100.0 * (count > 4), history=50
     )
     with jax.numpy_dtype_promotion("standard"):
@@ -466,7 +467,7 @@ def test_a_hyper_parameter_can_follow_a_schedule():
 
 
 def test_adagc_lets_a_leaf_start_that_had_no_gradient():
-    tx = adagc(max_norm=1.0, warmup_steps=2)
+    tx: Any = adagc(max_norm=1.0, warmup_steps=2)
     state = tx.init(small())
     for _ in range(4):
         grads = small(0.1)
