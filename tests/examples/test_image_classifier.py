@@ -209,4 +209,4 @@ def test_interrupt_leaves_complete_logs(tmp_path):
     losses = events_of(tmp_path / "a").Scalars("loss")
     # Not only the multiples of the log interval: the rest was flushed as well.
     assert [e.step for e in losses] == list(range(1, len(losses) + 1))
-    assert len(losses) >= 50
+    assert len(losses) >= 11  # an epoch, after which the first line appears
