@@ -104,7 +104,11 @@ ROWS = (
 def main(arguments: list[str] | None = None) -> Record:
     options = parse(arguments)
     shapes = network(options.layers, options.width)
-    contenders = build_contenders()
+    contenders = {
+        name: tx
+        for name, tx in build_contenders().items()
+        if name in PEERS or name.split("(")[0] not in options.without
+    }
     moved = {name: bytes_per_size(tx, shapes) for name, tx in contenders.items()}
     times = measure(contenders, shapes, options.rounds) if options.rounds else {}
     record = describe(options, shapes, moved, times)
@@ -121,6 +125,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512, help="a multiple of 8")
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        choices=sorted({row.function for row in ROWS}),
+        help="leave these out, for what takes long to compile",
+    )
     parser.add_argument("--json", action="store_true", help="print the record")
     parser.add_argument("--record", action="store_true", help="write to results/")
     options = parser.parse_args(arguments)
@@ -226,8 +237,9 @@ def describe(
     moved: Mapping[str, float],
     times: Mapping[str, list[float]],
 ) -> Record:
+    rows = [row for row in ROWS if row.name in moved]
     figures = {f"bytes / 4N: {name}": round(value, 3) for name, value in moved.items()}
-    for row in ROWS:
+    for row in rows:
         figures |= check_bytes(row, moved)
         if times:
             figures |= check_times(row, times)
@@ -248,13 +260,14 @@ def describe(
             "parameters": count(shapes),
             "leaves": len(jax.tree.leaves(shapes)),
             "rounds": options.rounds,
+            "without": options.without,
         },
         unit="ms an update",
         rounds=times,
         ratios=[
             f"{row.name} / {peer}"
             for peer in (CLIP, ADAPTIVE, CENTRALIZE)
-            for row in ROWS
+            for row in rows
             if times and (peer != CENTRALIZE or CENTRALIZE in row.bytes_bounds)
         ],
         figures=figures,

@@ -99,6 +99,17 @@ def test_a_run(cost, monkeypatch, capsys):
     assert "BROKEN" in capsys.readouterr().out
 
 
+def test_left_out(cost, monkeypatch, capsys):
+    rows = [row for row in cost.ROWS if row.function in ("znorm", "zclip")]
+    monkeypatch.setattr(cost, "ROWS", tuple(rows))
+    record = cost.main("--rounds 0 --layers 1 --width 8 --without znorm".split())
+    names = {key.removeprefix("bytes / 4N: ") for key in record.figures}
+    assert names == {*cost.PEERS, "zclip()"}
+    assert record.parameters["without"] == ["znorm"]
+    assert not record.rounds and not record.ratios
+    assert "verdict: no evidence" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments", ["--rounds 1", "--rounds -1", "--layers 0", "--width 12"]
 )
