@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _CONNECT_SECONDS = 5.0
+_DIGESTS = "sha256.txt"
 _CHUNK = 1 << 18
 
 
@@ -62,6 +63,7 @@ def fetch_files(
     sources: Sequence[Source],
     *,
     published: Sequence[str] = (),
+    check: Callable[[Path], None] | None = None,
 ) -> str:
     """Makes sure that a folder holds files with known content.
 
@@ -70,10 +72,12 @@ def fetch_files(
 
     Args:
       folder: Where they belong; created when something has to be fetched.
-      files: SHA-256 of each file by name; None where only its source can check.
+      files: SHA-256 of each file by name; None where only its source can check it:
+        then its digest is noted when it is fetched, and compared from then on.
       sources: Where to get them, tried in this order.
       published: Names that the files are published under, for the message; by
         default the files' own names with and without `.gz`.
+      check: Further check of a folder with the files; raises ValueError.
 
     Returns:
       The name of the source they came from, now or earlier.
@@ -83,7 +87,7 @@ def fetch_files(
         and the remedies.
     """
     try:
-        _verify(folder, files)
+        _verify(folder, files, check)
         return _read_origin(folder)
     except (OSError, ValueError) as error:
         failures = [f"cache: {error}"]
@@ -91,7 +95,9 @@ def fetch_files(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as work:
-                origin = _try_sources(Path(work), folder, files, sources, failures)
+                origin = _try_sources(
+                    Path(work), folder, files, sources, failures, check
+                )
         except OSError as error:
             failures.append(f"cannot write to {folder}: {error}")
         else:
@@ -113,13 +119,14 @@ def _try_sources(
     files: Mapping[str, str | None],
     sources: Sequence[Source],
     failures: list[str],
+    check: Callable[[Path], None] | None,
 ) -> str | None:
     for number, source in enumerate(sources):
         place = work / str(number)
         place.mkdir()
         try:
             source.fetch(place)
-            _verify(place, files)
+            _verify(place, files, check)
         except (OSError, ValueError) as error:
             failures.append(f"{source.name}: {error}")
             continue
@@ -128,24 +135,49 @@ def _try_sources(
     return None
 
 
-def _verify(folder: Path, files: Mapping[str, str | None]) -> None:
+def _verify(
+    folder: Path,
+    files: Mapping[str, str | None],
+    check: Callable[[Path], None] | None,
+) -> None:
+    noted = _read_digests(folder)
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"no {name} in {folder}")
+        expected = expected or noted.get(name)
         if expected is None:
             continue
         found = file_digest(path)
         if found != expected:
             raise ValueError(f"{name} has SHA-256 {found}, expected {expected}")
+    if check is not None:
+        check(folder)
 
 
 def _publish(
     work: Path, folder: Path, files: Mapping[str, str | None], origin: str
 ) -> None:
     (work / "source.txt").write_text(origin + "\n", encoding="utf-8")
-    for name in ("source.txt", *files):
+    names = ["source.txt", *files]
+    if noted := [name for name, digest in files.items() if digest is None]:
+        # In the form that sha256sum reads.
+        lines = [f"{file_digest(work / name)}  {name}\n" for name in noted]
+        (work / _DIGESTS).write_text("".join(lines), encoding="utf-8")
+        # Old digests beside new files would refuse them.
+        (folder / _DIGESTS).unlink(missing_ok=True)
+        names.append(_DIGESTS)
+    for name in names:
         os.replace(work / name, folder / name)
+
+
+def _read_digests(folder: Path) -> dict[str, str]:
+    try:
+        lines = (folder / _DIGESTS).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(maxsplit=1) for line in lines)
+    return {pair[1]: pair[0] for pair in pairs if len(pair) == 2}
 
 
 def _read_origin(folder: Path) -> str:

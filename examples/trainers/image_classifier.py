@@ -15,14 +15,17 @@ decay); one thing changes at a time:
                              momentum, at the learning rate that suits it
 
 Data: Fashion-MNIST, fetched once. It writes TensorBoard logs and learning_curves.png
-to --logdir. Learning rates come from --tune: a grid on the last sixth of the training
-set, never on the test set.
+to a new folder below logs/image_classifier, or to --logdir. Learning rates come from
+--tune: a grid on the last sixth of the training set, never on the test set.
 """
 
 import argparse
 import dataclasses
+import datetime
+import math
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -80,9 +83,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="default: fashion_mnist, or digits where that cannot be fetched",
     )
     parser.add_argument(
-        "--epochs", type=positive(int), help="default: 10; 60 for digits"
+        "--epochs", type=number(int, least=1), help="default: 10; 60 for digits"
     )
-    parser.add_argument("--batch-size", type=positive(int), default=128)
+    parser.add_argument("--batch-size", type=number(int, least=1), default=128)
     parser.add_argument("--transform", choices=TRANSFORMS, default="znorm")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
     parser.add_argument(
@@ -92,28 +95,57 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="of the network's arithmetic; parameters stay float32",
     )
     parser.add_argument("--augment", choices=["none", "flip-crop"], default="flip-crop")
-    parser.add_argument("--crop-pad", type=positive(int), default=1)
+    parser.add_argument("--crop-pad", type=number(int, least=0), default=1)
     parser.add_argument(
         "--learning-rate",
-        type=positive(float),
+        type=number(float, above=0),
         help="for all runs; default: what --tune found for each",
     )
-    parser.add_argument("--logdir", type=pathlib.Path, default="logs/image_classifier")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--logdir",
+        type=pathlib.Path,
+        help="default: logs/image_classifier/DATE-TIME",
+    )
+    parser.add_argument("--seed", type=number(int, least=0), default=0)
     parser.add_argument("--tune", action="store_true", help="run the grids, then stop")
     parser.add_argument("--record", type=pathlib.Path, help="folder for JSON records")
     return parser.parse_args(argv)
 
 
-def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def number(kind: Callable[[str], Any], *, least: float = -math.inf, above=-math.inf):
+    """Returns a parser of finite numbers within a range."""
+
     def parse(text: str) -> Any:
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        if not (value >= least and value > above and math.isfinite(value)):
+            bound = f"at least {least}" if least > -math.inf else f"above {above}"
+            raise argparse.ArgumentTypeError(f"must be {bound} and finite, got {text}")
         return value
 
-    parse.__name__ = f"positive {kind.__name__}"
+    parse.__name__ = kind.__name__
     return parse
+
+
+def check_settings(args: argparse.Namespace, dataset: data.NamedDataset) -> None:
+    """Finds before the first run what would stop the last one."""
+    smallest = min(dataset.train.spec["image"].shape[:2])
+    if args.augment == "flip-crop" and args.crop_pad >= smallest:
+        raise ValueError(
+            f"--crop-pad {args.crop_pad} reflects more than images of {smallest} "
+            f"pixels have; use {smallest - 1} at most"
+        )
+    for option, folder in (("--logdir", args.logdir), ("--record", args.record)):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"{option} {folder} cannot be written ({error.strerror}); choose "
+                "another folder"
+            ) from error
 
 
 # ---------------------------------------------------------------------------- data
@@ -251,6 +283,7 @@ def train_once(
     dataset: data.NamedDataset,
     training: data.ArrayStore,
     held_out: data.ArrayStore,
+    interrupt: train.SafeInterrupt,
     writer: train.TensorBoardWriter | None = None,
 ) -> Result:
     """Trains from the seed and evaluates after every epoch."""
@@ -289,12 +322,10 @@ def train_once(
     with (
         train.CompileCounter() as compiles,
         data.Loader(training, plan, transform=transform) as loader,
-        # Our host transform makes new arrays for every batch: no copy is needed.
-        data.to_device(loader, copy=False) as batches,
+        data.to_device(loader) as batches,
         train.MetricBuffer(writer, every=min(LOG_EVERY, steps_per_epoch)) as buffer,
         train.ProgressLine(steps, run.name) as progress,
         train.Meter() as meter,
-        train.SafeInterrupt() as interrupt,
     ):
         for number, batch in enumerate(meter.watch(batches), 1):
             interrupt.check()
@@ -349,7 +380,7 @@ def log_step(
         number,
         {
             "gradient_norm": norms,
-            "learning_rate": schedule(number),
+            "learning_rate": schedule(number - 1),
             "examples_per_second": reading.examples_per_second,
             "starvation": reading.starvation,
         },
@@ -373,14 +404,18 @@ def make_runs(args: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def tune(args: argparse.Namespace, dataset: data.NamedDataset) -> None:
+def tune(
+    args: argparse.Namespace,
+    dataset: data.NamedDataset,
+    interrupt: train.SafeInterrupt,
+) -> None:
     """Tries the grid of --transform on the last sixth of the training set."""
     cut = len(dataset.train) * 5 // 6
     training, held_out = dataset.train[:cut], dataset.train[cut:]
     default = GRIDS[args.optimizer]
     for rate in GRIDS.get((args.optimizer, args.transform), default):
         run = Run(f"{args.transform} {rate:g}", True, args.transform, rate)
-        result = train_once(run, args, dataset, training, held_out)
+        result = train_once(run, args, dataset, training, held_out, interrupt)
         accuracy = result.accuracies[-1]
         print(f"{args.optimizer} {run.name}: held-out accuracy {accuracy:.2%}")
 
@@ -390,20 +425,18 @@ def main(argv: list[str] | None = None) -> list[Result]:
     dataset = load(args.dataset)
     if args.epochs is None:
         args.epochs = EPOCHS[dataset.name]
+    if args.logdir is None:
+        # A folder for each start: TensorBoard would draw two runs as one curve.
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        args.logdir = pathlib.Path("logs/image_classifier") / now
+    check_settings(args, dataset)
     print(f"{dataset.name} from {dataset.source}: {dataset.train}")
-    if args.tune:
-        tune(args, dataset)
-        return []
-    results = []
-    for run in make_runs(args):
-        with train.TensorBoardWriter(args.logdir / run.name[0]) as writer:
-            settings = {**vars(args), **dataclasses.asdict(run)}
-            rows = "\n".join(f"| {k} | {v} |" for k, v in settings.items())
-            writer.text(0, "settings", f"| setting | value |\n|---|---|\n{rows}")
-            writer.images(0, "samples", dataset.train.take(np.arange(16))["image"])
-            results.append(
-                train_once(run, args, dataset, dataset.train, dataset.test, writer)
-            )
+    # From here on Ctrl-C waits for the end of a step: see SafeInterrupt for why.
+    with train.SafeInterrupt() as interrupt:
+        if args.tune:
+            tune(args, dataset, interrupt)
+            return []
+        results = run_all(args, dataset, interrupt)
     print_table(results)
     figure = args.logdir / "learning_curves.png"
     draw_curves(results, figure)
@@ -415,11 +448,31 @@ def main(argv: list[str] | None = None) -> list[Result]:
     return results
 
 
+def run_all(
+    args: argparse.Namespace,
+    dataset: data.NamedDataset,
+    interrupt: train.SafeInterrupt,
+) -> list[Result]:
+    results = []
+    for run in make_runs(args):
+        with train.TensorBoardWriter(args.logdir / run.name[0]) as writer:
+            settings = {**vars(args), **dataclasses.asdict(run)}
+            rows = "\n".join(f"| {k} | {v} |" for k, v in settings.items())
+            writer.text(0, "settings", f"| setting | value |\n|---|---|\n{rows}")
+            writer.images(0, "samples", dataset.train.take(np.arange(16))["image"])
+            results.append(
+                train_once(
+                    run, args, dataset, dataset.train, dataset.test, interrupt, writer
+                )
+            )
+    return results
+
+
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("interrupted: the logs up to here are complete", file=sys.stderr)
+        print("interrupted: logs written so far are complete", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")

@@ -13,6 +13,7 @@ from jaxaccel.data._named import NamedDataset, load_dataset
 from jaxaccel.data._normalize import make_normalizer
 from jaxaccel.data._plan import BatchPlan
 from jaxaccel.data._resident import DeviceDataset, ResidentBatches
+from jaxaccel.data._statistics import mean_and_std
 from jaxaccel.data._store import ArrayStore, ColumnSpec, open_store
 
 __all__ = (
@@ -29,6 +30,7 @@ __all__ = (
     "ResidentBatches",
     "load_dataset",
     "make_normalizer",
+    "mean_and_std",
     "open_store",
     "random_crop_flip",
     "to_device",

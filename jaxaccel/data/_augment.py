@@ -1,5 +1,7 @@
 """Augmentation of uint8 images, inside jit."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -53,6 +55,7 @@ def random_crop_flip(
       >>> bool((still == images).all())
       True
     """
+    _check_key(key)
     _check(images, pad, mode)
     batch, height, width, _ = images.shape
     key_shift, key_flip = jax.random.split(key)
@@ -67,6 +70,13 @@ def random_crop_flip(
         return cropped
     inside = _is_inside(rows, height)[:, :, None] & _is_inside(columns, width)[:, None]
     return jnp.where(inside[..., None], cropped, jnp.zeros((), images.dtype))
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, jax.Array):
+        raise TypeError(
+            f"key must be a PRNG key, jax.random.key(seed), got {type(key).__name__}"
+        )
 
 
 def _check(images: jax.Array, pad: int, mode: str) -> None:

@@ -33,9 +33,9 @@ def to_device(
         only when it is asked for.
       copy: Whether to copy every host array first. The CPU backend adopts an
         aligned NumPy buffer instead of copying it, and would show later writes
-        to it. None copies unless the batches come straight from a `Loader`
-        without a transform, whose buffers nobody else holds. False is a promise
-        never to write to a batch again.
+        to it. None copies unless the batches come straight from a `Loader`,
+        whose buffers nobody else holds. False is a promise never to write to a
+        batch again.
 
     Returns:
       An iterator over device batches, with `bytes_put`, `stats`, `get_state`,
@@ -60,7 +60,7 @@ def to_device(
     """
     depth = as_count("depth", depth, 0)
     if copy is None:
-        copy = not (isinstance(batches, Loader) and batches.transform is None)
+        copy = not isinstance(batches, Loader)
     return DeviceBatches(batches, sharding, depth, copy)
 
 

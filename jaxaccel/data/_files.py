@@ -22,6 +22,7 @@ _IDX_DTYPES = {
     0x0E: np.dtype(">f8"),
 }
 # No deflate stream grows by more than this, so a longer promise is a lie.
+_MAX_RANK = 64
 _MAX_DEFLATE_RATIO = 1032
 _CHUNK = 1 << 18
 
@@ -115,6 +116,9 @@ def _parse_idx_header(path: Path, head: bytes) -> tuple[np.dtype, tuple[int, ...
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_DTYPES:
         reason = f"not IDX content: it starts with {head[:4]!r}"
         raise DataCorruptionError(path, None, 0, reason)
+    if head[3] > _MAX_RANK:
+        reason = f"the IDX header claims {head[3]} axes, NumPy has {_MAX_RANK} at most"
+        raise DataCorruptionError(path, None, 3, reason)
     header = 4 + 4 * head[3]
     if len(head) < header:
         reason = f"the IDX header needs {header} bytes, found {len(head)}"

@@ -60,9 +60,11 @@ class Loader:
       transform: Optional function `(batch, rng) -> batch` on NumPy arrays, run
         by the thread. `rng` is seeded with the plan's seed, its process index
         and the step alone, so that a resumed run repeats it. It gets the `mask`
-        of a padded batch and must keep it.
+        of a padded batch and must keep it. What it returns is copied, so it may
+        reuse its buffers.
 
     Raises:
+      TypeError: If `store` is no `ArrayStore` or `plan` no `BatchPlan`.
       ValueError: If the plan is for another number of examples, the store has a
         column that the plan's mask would hide, or `prefetch` is negative.
 
@@ -89,6 +91,7 @@ class Loader:
         prefetch: int = 2,
         transform: BatchTransform | None = None,
     ):
+        _check_kinds(store, plan)
         check_plan(len(store), store.spec, plan)
         prefetch = as_count("prefetch", prefetch, 0)
         self.store = store
@@ -202,6 +205,19 @@ class Loader:
         )
 
 
+def _check_kinds(store: Any, plan: Any) -> None:
+    if not isinstance(store, ArrayStore):
+        raise TypeError(
+            f"a Loader reads an ArrayStore, got {type(store).__name__}; open_store "
+            "makes one of arrays and files"
+        )
+    if not isinstance(plan, BatchPlan):
+        raise TypeError(
+            f"a Loader follows a BatchPlan, got {type(plan).__name__}; write "
+            "BatchPlan(len(store), batch_size, seed=..., epochs=...)"
+        )
+
+
 def check_plan(num_examples: int, columns: Collection[str], plan: BatchPlan) -> None:
     """Checks that a plan was made for a store.
 
@@ -264,9 +280,14 @@ class _Batches(grain.MapDataset):
         # and those of two processes from each other.
         words = [self._plan.seed, step, 1 + self._plan.process_index]
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
-        result = self._transform(batch, rng)
+        result = self._transform(dict(batch), rng)
         _check_transformed(result, self._plan)
-        return result
+        # The thread runs ahead: a buffer that the transform writes again for the
+        # next step would change batches that wait. Columns passed on are fresh.
+        return {
+            name: array if array is batch.get(name) else np.array(array)
+            for name, array in result.items()
+        }
 
 
 def _check_transformed(batch: object, plan: BatchPlan) -> None:

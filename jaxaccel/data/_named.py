@@ -115,6 +115,7 @@ _FASHION_FILES: dict[str, str | None] = {
 _CIFAR_ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 _CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
 _CIFAR_MD5 = "c32a1d4ab5d03f1284b67883e8d13530"
+_CIFAR_EXAMPLES = {"train": 50_000, "test": 10_000}
 _CIFAR_FILES: dict[str, str | None] = {
     f"{split}-{column}.npy": None
     for split in ("train", "test")
@@ -188,17 +189,13 @@ def _load_cifar10(folder: Path, online: bool) -> NamedDataset:
         official = f"official address {_CIFAR_ADDRESS}{_CIFAR_ARCHIVE}"
         sources.append(Source(official, _download_cifar))
     origin = _fetch.fetch_files(
-        folder, _CIFAR_FILES, sources, published=[_CIFAR_ARCHIVE]
+        folder,
+        _CIFAR_FILES,
+        sources,
+        published=[_CIFAR_ARCHIVE],
+        check=_check_cifar,
     )
-    train, test = (
-        open_store(
-            {
-                "image": folder / f"{split}-image.npy",
-                "label": folder / f"{split}-label.npy",
-            }
-        )
-        for split in ("train", "test")
-    )
+    train, test = (_open_cifar(folder, split) for split in ("train", "test"))
     return NamedDataset(
         name="cifar10",
         train=train,
@@ -211,6 +208,25 @@ def _load_cifar10(folder: Path, online: bool) -> NamedDataset:
         std=(0.2470, 0.2435, 0.2616),
         source=origin,
     )  # fmt: skip
+
+
+def _open_cifar(folder: Path, split: str) -> ArrayStore:
+    return open_store(
+        {column: folder / f"{split}-{column}.npy" for column in ("image", "label")}
+    )
+
+
+def _check_cifar(folder: Path) -> None:
+    for split, examples in _CIFAR_EXAMPLES.items():
+        store = _open_cifar(folder, split)
+        wanted = {"image": ((32, 32, 3), np.uint8), "label": ((), np.uint8)}
+        if len(store) != examples or dict(store.spec) != wanted:
+            raise ValueError(
+                f"the {split} files hold {store}; CIFAR-10 has {examples} images "
+                "uint8[32, 32, 3] and labels uint8[]"
+            )
+        if (largest := store.columns["label"].max()) > 9:
+            raise ValueError(f"the {split} labels go up to {largest}, not 9")
 
 
 def _download_cifar(work: Path) -> None:

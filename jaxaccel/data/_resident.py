@@ -100,7 +100,7 @@ class DeviceDataset:
         """Reads rows on the device; works inside jit.
 
         Args:
-          indices: Integers, any shape. NumPy indices are checked; traced or
+          indices: Integers, any shape. Host indices are checked; traced or
             device ones cannot be without waiting for the device, and are clipped
             to the valid range.
 
@@ -108,12 +108,14 @@ class DeviceDataset:
           One array for each column, `(*indices.shape, ...)`.
 
         Raises:
-          IndexError: If a NumPy index is out of range.
+          IndexError: If a host index is out of range.
           TypeError: If the indices are not integers.
         """
-        if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
+        if not isinstance(indices, jax.Array):
+            indices = np.asarray(indices)
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise TypeError(
-                f"indices must be integers, got {jnp.result_type(indices)}; cast them "
+                f"indices must be integers, got {indices.dtype}; cast them "
                 "with .astype(np.int32)"
             )
         if isinstance(indices, np.ndarray) and indices.size:

@@ -219,6 +219,11 @@ def _check_column(name: object, array: object) -> None:
             f"column {name!r} must be an array or a path, got "
             f"{type(array).__name__}; convert it: np.asarray(x, dtype=np.uint8)"
         )
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"column {name!r} is a masked array, whose mask would be lost; fill it: "
+            "x.filled(0), and give the mask as a column of its own"
+        )
     if array.dtype.kind not in "biuf":
         raise TypeError(
             f"column {name!r} has dtype {array.dtype}; a store holds booleans, "

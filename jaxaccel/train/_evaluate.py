@@ -31,12 +31,14 @@ def evaluate(
       eval_step: From `make_eval_step`. Build it once and call `evaluate` after
         every epoch.
       state: The state to evaluate.
-      batches: Dicts of arrays, with or without `mask`; host or device arrays.
+      batches: Dicts of arrays, with or without `mask`; host or device arrays. Host
+        arrays are copied, so the iterable may reuse its buffers.
 
     Returns:
       The mean of `"loss"` and of every metric, as Python floats.
 
     Raises:
+      TypeError: If a batch is not a dict of arrays.
       ValueError: If there are no batches, no example counts, or a batch is
         larger than the first one.
 
@@ -76,7 +78,18 @@ def evaluate(
 
 
 def _length(batch: Mapping[str, Any]) -> int:
-    return len(next(iter(batch.values())))
+    if not isinstance(batch, Mapping) or not batch:
+        raise TypeError(
+            "evaluate takes batches that are dicts of arrays, {'image': ..., 'label': "
+            f"...}}; got {type(batch).__name__}"
+        )
+    for name, x in batch.items():
+        if not hasattr(x, "shape") or not x.shape:
+            raise TypeError(
+                f"batch[{name!r}] is a {type(x).__name__} without a batch axis; "
+                "write np.asarray(x)"
+            )
+    return next(iter(batch.values())).shape[0]
 
 
 def _pad(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -89,7 +102,11 @@ def _pad(batch: Mapping[str, Any], size: int) -> dict[str, Any]:
     padded = dict(batch)
     padded.setdefault("mask", np.ones(length, bool))
     if length == size:
-        return padded
+        # The step reads host arrays after this call has returned.
+        return {
+            name: np.array(x) if isinstance(x, np.ndarray) else x
+            for name, x in padded.items()
+        }
     # Zeros, not repeats: a wrong mask would show up at once.
     return {
         name: np.concatenate([x, np.zeros((size - length, *x.shape[1:]), x.dtype)])

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 PyTree = Any
@@ -58,8 +59,8 @@ class TrainState:
           The state of step 0.
 
         Raises:
-          TypeError: If `key` is no typed PRNG key, or a parameter cannot be
-            differentiated.
+          TypeError: If `key` is no typed PRNG key, `tx` is no transformation, a
+            parameter cannot be differentiated, or `model_state` holds no arrays.
           ValueError: If `params` has no arrays.
 
         Examples:
@@ -72,7 +73,9 @@ class TrainState:
           0 float32
         """
         _check_key(key)
+        check_transformation(tx)
         _check_params(params)
+        _check_model_state(model_state)
         params = jax.tree.map(_copy, params)
         # The second copy separates what the transformation keeps (L-BFGS keeps
         # the parameters) from the parameters: no buffer may be donated twice.
@@ -111,6 +114,24 @@ def _copy(x: Any) -> jax.Array:
     return jnp.array(x, dtype=x.dtype, copy=True)
 
 
+def check_transformation(tx: Any) -> None:
+    """Raises unless `tx` has the two functions of an Optax transformation."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            "tx must be an Optax transformation such as optax.sgd(0.1); got "
+            f"{type(tx).__name__}"
+        )
+
+
+def _check_model_state(model_state: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float)):
+            raise TypeError(
+                f"model_state{jax.tree_util.keystr(path)} is "
+                f"{type(leaf).__name__}, not an array; keep it outside of the state"
+            )
+
+
 def _check_key(key: Any) -> None:
     if not (
         isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -130,9 +151,13 @@ def _check_params(params: PyTree) -> None:
         raise ValueError("params has no arrays: there is nothing to train")
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        if dtype is None:
             raise TypeError(
                 f"parameter {jax.tree_util.keystr(path)} is "
-                f"{dtype or type(leaf).__name__}, which has no gradient; keep such "
-                "values in model_state"
+                f"{type(leaf).__name__}, not an array; write jnp.array(x)"
+            )
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"parameter {jax.tree_util.keystr(path)} is {dtype}, which has no "
+                "gradient; keep such values in model_state"
             )

@@ -1,13 +1,18 @@
 """One optimizer update as one jitted function."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaccel.train._state import TrainState, at_least_float32
+from jaxaccel.train._state import (
+    TrainState,
+    at_least_float32,
+    check_transformation,
+)
 from jaxaccel.train._task import LossFn
 
 PyTree = Any
@@ -33,8 +38,14 @@ def make_train_step(
     waits. The transformation always receives the extra arguments `value`,
     `grad`, `value_fn`, `batch` and `key`, so that `optax.lbfgs`,
     `optax.polyak_sgd` and `optax.contrib.reduce_on_plateau` work as they are.
+    (One that takes extra arguments must ignore those it does not know, as Optax
+    asks; `optax.contrib.sam` does not.)
     It sees gradients, parameters and `value` in at least float32, whatever the
     dtype of the parameters, which are rounded back after the update.
+
+    Host arrays may be handed over directly, but must not be written to again: the
+    call returns before they are read. `jaxaccel.data.to_device` copies them where
+    needed.
 
     Args:
       loss_fn: `loss_fn(params, model_state, batch, key) -> (loss, (model_state,
@@ -85,7 +96,7 @@ def make_train_step(
             batch = preprocess(batch, preprocess_key)
 
         def checked_loss(params, batch, key):
-            return _check_result(loss_fn(params, state.model_state, batch, key))
+            return call_loss(loss_fn, params, state.model_state, batch, key)
 
         # Optax's line searches hand `batch` and `key` on to value_fn.
         def value_fn(params, batch=batch, key=loss_key):
@@ -95,16 +106,17 @@ def make_train_step(
             checked_loss, has_aux=True
         )(state.params, batch, loss_key)
         grads, params = at_least_float32(grads), at_least_float32(state.params)
-        updates, opt_state = transform.update(
-            grads,
-            state.opt_state,
-            params,
-            value=loss,
-            grad=grads,
-            value_fn=value_fn,
-            batch=batch,
-            key=loss_key,
-        )
+        with _explained(transform, params, state.opt_state):
+            updates, opt_state = transform.update(
+                grads,
+                state.opt_state,
+                params,
+                value=loss,
+                grad=grads,
+                value_fn=value_fn,
+                batch=batch,
+                key=loss_key,
+            )
         new_state = state.replace(
             step=state.step + 1,
             params=_cast_like(optax.apply_updates(params, updates), state.params),
@@ -151,8 +163,9 @@ def make_eval_step(
         _check_call(state, batch)
         if preprocess is not None:
             batch = preprocess(batch, state.key)
-        result = loss_fn(state.params, state.model_state, batch, state.key)
-        loss, (_, metrics) = _check_result(result)
+        loss, (_, metrics) = call_loss(
+            loss_fn, state.params, state.model_state, batch, state.key
+        )
         weight = _examples(batch)
         sums = {name: x * weight for name, x in {"loss": loss, **metrics}.items()}
         return {**sums, "weight": weight}
@@ -209,11 +222,7 @@ def _check_same(name: str, old: PyTree, new: PyTree) -> None:
 def _check_arguments(loss_fn: Any, tx: Any, preprocess: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function; got {type(loss_fn).__name__}")
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            "tx must be an Optax transformation such as optax.sgd(0.1); got "
-            f"{type(tx).__name__}"
-        )
+    check_transformation(tx)
     if preprocess is not None and not callable(preprocess):
         raise TypeError(
             f"preprocess must be a function (batch, key) -> batch; got "
@@ -232,12 +241,52 @@ def _check_call(state: Any, batch: Any) -> None:
             f"a batch is a dict of arrays, {{'image': ..., 'label': ...}}; got "
             f"{type(batch).__name__}"
         )
+    for name, x in batch.items():
+        if not hasattr(x, "shape"):
+            raise TypeError(
+                f"batch[{name!r}] is a {type(x).__name__}, not an array; write "
+                "np.asarray(x), and a flat dict for several arrays"
+            )
     shapes = {name: jnp.shape(x) for name, x in batch.items()}
     lengths = {shape[:1] for shape in shapes.values()}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
             f"every array of a batch needs the same leading batch axis; got {shapes}"
         )
+
+
+@contextlib.contextmanager
+def _explained(tx: Any, params: PyTree, opt_state: PyTree) -> Iterator[None]:
+    """Explains a failed update where the state is another transformation's."""
+    try:
+        yield
+    except Exception as error:
+        wanted = jax.tree.structure(jax.eval_shape(tx.init, params))
+        if jax.tree.structure(opt_state) == wanted:
+            raise
+        raise TypeError(
+            "state.opt_state is not of this step's transformation: use one `tx` for "
+            "TrainState.create and make_train_step"
+        ) from error
+
+
+def call_loss(
+    loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: Any, key: jax.Array
+) -> tuple[jax.Array, tuple[PyTree, dict]]:
+    """Calls a loss, checks what it returns and that it looks at a mask."""
+    mask = batch.get("mask") if isinstance(batch, Mapping) else None
+    if mask is not None:
+        jaxpr = jax.make_jaxpr(
+            lambda mask: loss_fn(params, model_state, {**batch, "mask": mask}, key)[0]
+        )(mask).jaxpr
+        used = any(jaxpr.invars[0] is v for eqn in jaxpr.eqns for v in eqn.invars)
+        if not used:
+            raise ValueError(
+                "the batch has a mask, but the loss does not look at it: padding "
+                "would count as examples. Average with jaxaccel.train.masked_mean("
+                "losses, batch)"
+            )
+    return _check_result(loss_fn(params, model_state, batch, key))
 
 
 def _check_result(result: Any) -> tuple[jax.Array, tuple[PyTree, dict]]:
@@ -250,6 +299,11 @@ def _check_result(result: Any) -> tuple[jax.Array, tuple[PyTree, dict]]:
             f"state and no metrics; got {type(result).__name__}"
         ) from error
     for name, value in {"loss": loss, **metrics}.items():
+        if isinstance(value, (Mapping, str)) or jnp.iscomplexobj(value):
+            raise TypeError(
+                f"{name!r} must be a real scalar; got {type(value).__name__}. Metrics "
+                "are a flat dict"
+            )
         if jnp.shape(value) != ():
             raise TypeError(
                 f"{name!r} must be a scalar, the mean over the batch; got shape "

@@ -89,17 +89,20 @@ def classification_loss(
 
     .. math:: \ell_i = -\sum_c y_{ic} \log \mathrm{softmax}(z_i)_c
 
+    A label that is no class gives a loss of NaN, so that it cannot go unnoticed.
+
     Args:
       logits: Shape `[batch, classes]`, any floating dtype; computed in float32.
       batch: Holds `label`, integers of shape `[batch]`.
-      label_smoothing: Share of the target spread evenly over all classes.
+      label_smoothing: Share of the target spread evenly over all classes, 0 to 1.
 
     Returns:
       The losses of shape `[batch]` and `{"accuracy": [batch]}`, as the adapters
       `from_linen` and `from_nnx` expect them.
 
     Raises:
-      ValueError: If the shapes do not fit each other.
+      ValueError: If the shapes do not fit each other, or `label_smoothing` is not
+        in 0 to 1.
       TypeError: If the labels are not integers.
 
     Examples:
@@ -111,6 +114,8 @@ def classification_loss(
       >>> print(losses.round(3), metrics["accuracy"])
       [0.127 0.693] [1. 0.]
     """
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in 0 to 1; got {label_smoothing}")
     labels = jnp.asarray(batch["label"])
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
@@ -126,7 +131,8 @@ def classification_loss(
     labels = labels.astype(jnp.int32)
     targets = jax.nn.one_hot(labels, classes, dtype=jnp.float32)
     targets = targets * (1.0 - label_smoothing) + label_smoothing / classes
-    losses = optax.softmax_cross_entropy(logits, targets)
+    is_class = (labels >= 0) & (labels < classes)
+    losses = jnp.where(is_class, optax.softmax_cross_entropy(logits, targets), jnp.nan)
     correct = (logits.argmax(axis=-1) == labels).astype(jnp.float32)
     return losses, {"accuracy": correct}
 

@@ -336,6 +336,7 @@ def cifar(rng, tmp_path, monkeypatch):
     write_cifar(path, {"../outside.bin": b"x", **members})
     digest = hashlib.md5(path.read_bytes()).hexdigest()
     monkeypatch.setattr(_named, "_CIFAR_MD5", digest)
+    monkeypatch.setattr(_named, "_CIFAR_EXAMPLES", {"train": 20, "test": 4})
     monkeypatch.setattr(_named, "_CIFAR_ADDRESS", "http://127.0.0.1:9/")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     return path, parts, members
@@ -357,6 +358,30 @@ def test_cifar10_is_read_from_its_archive(cifar, tmp_path):
     again = load_dataset("cifar10", root=tmp_path, download=False)
     assert again.source == "archive in the cache folder"
     assert not (tmp_path / "outside.bin").exists()
+
+
+@pytest.mark.parametrize("damage", ["flip", "shape", "label"])
+def test_a_damaged_cifar10_cache_is_noticed_and_made_again(cifar, tmp_path, damage):
+    path, parts, _ = cifar
+    load_dataset("cifar10", root=tmp_path, download=False)
+    cached = path.parent / "train-image.npy"
+    if damage == "flip":
+        content = bytearray(cached.read_bytes())
+        content[-1] ^= 1
+        cached.write_bytes(content)
+    else:  # files put there by hand have no digests
+        (path.parent / "sha256.txt").unlink()
+        if damage == "shape":
+            np.save(cached, np.zeros((20, 8, 8, 3)))
+        else:
+            np.save(path.parent / "train-label.npy", np.full(20, 77, np.uint8))
+    again = load_dataset("cifar10", root=tmp_path, download=False)
+    np.testing.assert_array_equal(again.train.columns["image"][:4], parts[0][1])
+    assert again.train.columns["label"].max() <= 9
+    cached.write_bytes(b"")
+    path.unlink()
+    with pytest.raises(DatasetUnavailableError, match="train-image.npy has SHA-256"):
+        load_dataset("cifar10", root=tmp_path, download=False)
 
 
 def test_cifar10_with_another_digest_or_no_network(cifar, tmp_path, monkeypatch):

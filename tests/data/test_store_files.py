@@ -104,7 +104,7 @@ IDX_DAMAGE = {
         SIZE,
         "truncated",
     ),
-    "absurd rank": (lambda c: c[:3] + b"\xff" + c[4:], None, SIZE, "header needs 1024"),
+    "absurd rank": (lambda c: c[:3] + b"\xff" + c[4:], None, 3, "claims 255 axes"),
 }
 
 
