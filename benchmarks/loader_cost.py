@@ -144,7 +144,8 @@ def describe(options, rounds) -> Record:
         ratios=[f"{a} / {b}" for a, b in ours + items],
         headline=[
             Headline(
-                f"CPU time that the loader costs, batch {options.batch_sizes[0]}",
+                f"CPU time of the loader, in multiples of `X[idx]`, batch "
+                f"{options.batch_sizes[0]} (1 is ideal)",
                 "plain `X[idx]`, in a random order",
                 " / ".join(ours[0]),
             ),
