@@ -110,7 +110,12 @@ def _what_was_run(analysis: Analysis) -> list[str]:
         lines.append(f"- Run in part: {'; '.join(partial)}.")
     if missing:
         lines.append(f"- **Not run**: {'; '.join(missing)}.")
-    return lines
+    return [
+        *lines,
+        "",
+        "`python benchmarks/transforms_study.py` with the same sizes goes on from the "
+        "run list.",
+    ]
 
 
 def _verdicts(analysis: Analysis, records: Mapping[str, Record]) -> list[str]:
@@ -144,7 +149,8 @@ def _how(options: argparse.Namespace) -> list[str]:
         f"{MOMENTUM:g} and no weight decay; AdamW with decoupled decay "
         f"{WEIGHT_DECAY:g}. Cosine decay to 0. Learning rates were tuned for each "
         f"transformation on {options.validation_images:,} validation images with one "
-        "seed, along one grid until both neighbours of the best were worse; that seed "
+        "seed, along one grid of half decades until both neighbours of the best were "
+        "worse; that seed "
         f"is not among the compared ones. Test accuracy: {options.test_images:,} "
         "images, looked at once at the end.",
         "",

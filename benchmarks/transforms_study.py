@@ -20,6 +20,7 @@ transformation. It says what has not been run.
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -276,11 +277,11 @@ def count_remaining(options: argparse.Namespace, runs: RunList) -> tuple[int, in
 
 
 def typical_seconds(options: argparse.Namespace, runs: RunList) -> float:
-    """Mean wall time of the runs of these sizes so far."""
+    """Median wall time of the runs of these sizes so far."""
     sizes = options.epochs, options.train_images
     times = [runs[s].wall_seconds for s in runs if (s.epochs, s.train_images) == sizes]
     if times:
-        return sum(times) / len(times)
+        return statistics.median(times)
     return TYPICAL_SECONDS * math.prod(sizes) / (5 * 10_000)
 
 
