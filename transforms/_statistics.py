@@ -265,21 +265,23 @@ def _share_changed(before: Any, after: Any) -> jax.Array:
 def _averaged(
     state: GradientStatisticsState, new: dict[str, Any], decay: jax.typing.ArrayLike
 ) -> GradientStatisticsState:
-    found = [jnp.isfinite(leaf) for leaf in jax.tree.leaves(new)]
-    usable = jnp.all(jnp.stack(found)) if found else jnp.ones((), bool)
+    values, treedef = jax.tree.flatten(new)
+    old = jax.tree.leaves({name: getattr(state, name) for name in new})
+    if not values:
+        return state._replace(count=optax.safe_increment(state.count))
+    # One vector, with barriers: of scalars XLA computes all statistics anew for
+    # each one that is stored, and the time to compile grows with their number
+    # squared.
+    latest = lax.optimization_barrier(jnp.stack(values))
+    usable = jnp.all(jnp.isfinite(latest))
     count = jnp.where(usable, optax.safe_increment(state.count), state.count)
     rate = jnp.asarray(decay).astype(jnp.float32)
     # Of a count of 1 the weight is 1: averages start from the first update.
     age = jnp.maximum(count, 1).astype(jnp.float32)
     weight = (1 - rate) / (1 - rate**age)
-
-    def average(old, value):
-        return old + weight * jnp.where(usable, value - old, 0)
-
-    averages = {
-        name: jax.tree.map(average, getattr(state, name), value)
-        for name, value in new.items()
-    }
+    before = jnp.stack(old)
+    step = weight * jnp.where(usable, latest - before, 0)
+    averages = treedef.unflatten(list(lax.optimization_barrier(before + step)))
     skipped = optax.safe_increment(state.skipped)
     skipped = jnp.where(usable, state.skipped, skipped)
     return state._replace(count=count, skipped=skipped, **averages)

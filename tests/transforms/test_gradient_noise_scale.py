@@ -23,8 +23,10 @@ from jaxaccel.transforms import estimate_gradient_noise, gradient_noise_scale
 )
 def test_expected_squares_give_back_signal_and_noise(signal, trace, small, ratio):
     # E |G_B|^2 = |G|^2 + tr(S) / B, whatever the batch size B.
-    squares = (signal + trace / batch for batch in (small, ratio * small))
-    noise = estimate_gradient_noise(*squares, small, ratio * small)
+    big = ratio * small
+    noise = estimate_gradient_noise(
+        signal + trace / small, signal + trace / big, small, big
+    )
     atol = 1e-5 * (signal + trace) + 1e-30
     np.testing.assert_allclose(float(noise.gradient_square), signal, 1e-5, atol)
     np.testing.assert_allclose(float(noise.noise_trace), trace, 1e-5, small * 2 * atol)

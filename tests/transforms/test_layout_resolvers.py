@@ -24,6 +24,7 @@ from jaxaccel.transforms import (
 
 KEY = jax.random.key(0)
 X = jax.ShapeDtypeStruct((2, 5, 6), jnp.float32)
+NOT_MAPPED: Any = {"in_axes": None}
 
 
 def axes_by_path(resolver, params) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class Stacked(nn.Module):
         if self.lift == "scan":
             scanned = nn.scan(block, length=6, **options)
             return scanned(name="layers")(x, None)[0]
-        mapped = nn.vmap(block, in_axes=None, axis_size=6, **options)
+        mapped = nn.vmap(block, axis_size=6, **options, **NOT_MAPPED)
         return mapped(name="layers")(x)[0]
 
 
@@ -105,10 +106,10 @@ def test_lifted_layers_inside_others():
         def __call__(self, x):
             twice = nn.vmap(
                 Stacked,
-                in_axes=None,
                 axis_size=6,
                 variable_axes={"params": 1},
                 split_rngs={"params": True},
+                **NOT_MAPPED,
             )
             return twice(0, name="outer")(x)
 

@@ -215,10 +215,12 @@ def test_stacks_split_over_devices_share_the_pool(rng):
 
 def test_axis_names_are_checked(rng, unchecked):
     grads = as_kernels({"rows": rng.normal(size=(16, 8))})
+    wrong: Any
     for wrong in (3, (), ("x", 1)):
         with pytest.raises(TypeError, match="`axis_name` must be the name"):
             znorm(axis_name=wrong)
     with pytest.raises(ValueError, match="inside jax.shard_map only"):
         run(znorm(axis_name="x"), grads)
+    wrong = lambda path, leaf: "x"  # noqa: E731
     with pytest.raises(TypeError, match=r"\['rows'\].*PartitionSpec"):
-        run(centralize_gradients(axis_name=lambda path, leaf: "x"), grads)
+        run(centralize_gradients(axis_name=wrong), grads)
