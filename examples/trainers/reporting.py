@@ -124,5 +124,5 @@ def write_records(
                     before.run.name,
                     "accuracy",
                 ),
-            ][bytes_ratio == 1 :],
+            ][slice(1) if bytes_ratio > 1 else slice(1, None)],
         ).write(folder)
