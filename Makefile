@@ -23,7 +23,7 @@ test-all: setup
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
 bench: setup
-	for script in host_to_device loader_cost; do \
+	for script in host_to_device loader_cost transforms_cost; do \
 	  $(BIN)/python benchmarks/$$script.py || exit 1; done
 	$(BIN)/python benchmarks/report.py
 
@@ -39,7 +39,7 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-* build dist site logs *.egg-info
+	rm -rf .venv .venv-* build dist site *.egg-info
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
