@@ -24,7 +24,7 @@ test-all: setup
 
 bench: setup
 	for script in host_to_device loader_cost transforms_cost; do \
-	  $(BIN)/python benchmarks/$$script.py || exit 1; done
+	  $(BIN)/python benchmarks/$$script.py --record || exit 1; done
 	$(BIN)/python benchmarks/report.py
 
 transfer-figure: setup
