@@ -44,6 +44,11 @@ def bytes_accessed(tx, dtype=jnp.float32):
     [
         (znorm(), optax.clip_by_global_norm(1.0), 1.4),
         (znorm(scope="unit"), optax.clip_by_global_norm(1.0), 1.4),
+        (
+            znorm(scope="pooled", fuse_statistics=True),
+            optax.clip_by_global_norm(1.0),
+            1.4,
+        ),
         (clip_by_global_norm(1.0), optax.clip_by_global_norm(1.0), 1.02),
         (centralize_gradients(), optax.centralize(), 1.05),
         (clip_by_value(1.0), optax.clip(1.0), 1.02),
@@ -56,6 +61,7 @@ def bytes_accessed(tx, dtype=jnp.float32):
     ids=[
         "znorm",
         "znorm_unit",
+        "znorm_pooled",
         "clip_by_global_norm",
         "centralize_gradients",
         "clip_by_value",
