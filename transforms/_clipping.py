@@ -151,7 +151,9 @@ def clip_by_global_norm(
             norm = global_norm("clip_by_global_norm", updates, axis_name)
         else:
             norm = _given_norm(norm)
-        fits, scale = fit(norm, jnp.asarray(max_norm).astype(norm.dtype))
+        fits, scale = fit(
+            norm, jnp.asarray(max_norm).astype(norm.dtype), zero_stops=True
+        )
         return clip_leaves(updates, fits, scale), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

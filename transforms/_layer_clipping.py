@@ -94,7 +94,9 @@ def clip_by_layer_norm(
             check_inexact("clip_by_layer_norm", path, grad, allow_complex=True)
             grad, axes = jnp.asarray(grad), all_axes(grad)
             norm = _norm_over(grad, axes, names_over(axis_name, path, grad, axes))
-            fits, scale = fit(norm, jnp.asarray(max_norm).astype(norm.dtype))
+            fits, scale = fit(
+                norm, jnp.asarray(max_norm).astype(norm.dtype), zero_stops=True
+            )
             # Without it the norm is computed anew for every entry it scales.
             return clip_leaf(grad, *lax.optimization_barrier((fits, scale)))
 

@@ -86,15 +86,23 @@ def clip_leaf(grad: jax.Array, fits: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(fits, grad, clipped)
 
 
-def fit(norm: jax.Array, limit: jax.Array) -> tuple[jax.Array, jax.Array]:
+def fit(
+    norm: jax.Array, limit: jax.Array, *, zero_stops: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Whether a norm is within its limit, and the factor that brings it there.
 
-    A norm that is NaN or infinite gives the factor NaN, unless it fits.
+    A norm that is NaN or infinite gives the factor NaN, unless it fits. With
+    `zero_stops` nothing fits a limit of 0, not even a norm of 0, which that of
+    tiny gradients is rounded to.
     """
     fits = norm <= limit
-    # The other branch of a `where` is differentiated too: no 0 / 0 there.
-    scale = limit / jnp.where(fits, 1, norm)
-    return fits, jnp.where(jnp.isfinite(norm), scale, jnp.nan)
+    if zero_stops:
+        fits &= limit > 0
+    # The other branch of a `where` is differentiated too: neither 0 / 0 nor an
+    # infinite factor may stand there.
+    factor = limit / jnp.where(fits | (norm == 0), 1, norm)
+    scale = jnp.where(fits, 1, factor)
+    return fits, jnp.where(fits | jnp.isfinite(norm), scale, jnp.nan)
 
 
 def align(

@@ -52,10 +52,11 @@ def znorm(
     Everything but kernels passes bitwise unchanged: biases, norm parameters,
     embeddings, leaves below `min_ndim` or `min_size`. A kernel whose layout is
     ambiguous is an error in both scopes, since a stack of kernels must not
-    share one statistic. A constant gradient gives exactly 0; a NaN or Inf, or
-    a variance beyond float32 (entries above 1e19), makes every entry that
-    shares the statistic NaN (pooled: of all kernels): check for finite
-    gradients before.
+    share one statistic. A constant gradient gives exactly 0, and so does one
+    whose deviation is below 1e-19, where float32 squares vanish. A NaN or Inf,
+    or a sum of squares beyond float32 (a deviation above 1.8e19 /
+    sqrt(entries)), makes every entry that shares the statistic NaN (pooled: of
+    all kernels): check for finite gradients before.
 
     Args:
         eps: added to the standard deviation; 0 is allowed.

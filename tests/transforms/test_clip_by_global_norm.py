@@ -194,3 +194,16 @@ def test_bounds_of_a_wrong_type():
     for max_norm in ("1", None, True, 1j):
         with pytest.raises(TypeError):
             clip_by_global_norm(max_norm)  # pyright: ignore[reportArgumentType]
+
+
+def test_derivative_without_a_bound_is_the_identity():
+    def total(x):
+        return jnp.sum(update({"a": x}, np.inf)["a"])
+
+    np.testing.assert_array_equal(jax.grad(total)(jnp.arange(3.0)), np.ones(3))
+
+
+def test_a_bound_of_zero_leaves_nothing_of_the_tiniest_gradient():
+    # Its squares vanish in float32, so that its norm is 0 as well.
+    grads = {"a": jnp.array([1e-25, 0.0])}
+    np.testing.assert_array_equal(update(grads, 0.0)["a"], np.zeros(2))
