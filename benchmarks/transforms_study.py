@@ -13,7 +13,9 @@ rate from `--seeds` other seeds, with cosine decay, and compared with no
 transformation from the same seeds: the same initial weights, batches, augmentation.
 
 Each finished run is appended to the run list. Interrupted or out of budget, the study
-goes on where it was when it is started again with the same sizes. The report is
+goes on where it was when it is started again with the same sizes. A run keeps one core
+busy: start the study once for each core, each with its own --datasets or --optimizers;
+they share the run list. The report is
 written into `--out`: transforms_study.md, a figure a setting, a record for each
 transformation. It says what has not been run.
 """
@@ -53,6 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         work(options, runs)
     if not options.plan:
         whole = everything(options)
+        # Others may have added to the list meanwhile.
+        runs = RunList(options.runs)
         study_report.write(whole, runs, tuned_rates(whole, runs))
     return 0
 
