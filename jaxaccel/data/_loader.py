@@ -15,7 +15,7 @@ import numpy as np
 from jaxaccel.data._checks import as_count
 from jaxaccel.data._plan import BatchPlan
 from jaxaccel.data._state import make_state, read_state
-from jaxaccel.data._store import ArrayStore
+from jaxaccel.data._store import Store
 
 # A host-side function of a batch and a generator that belongs to its step.
 BatchTransform = Callable[
@@ -64,7 +64,7 @@ class Loader:
         reuse its buffers.
 
     Raises:
-      TypeError: If `store` is no `ArrayStore` or `plan` no `BatchPlan`.
+      TypeError: If `store` is no `Store` or `plan` no `BatchPlan`.
       ValueError: If the plan is for another number of examples, the store has a
         column that the plan's mask would hide, or `prefetch` is negative.
 
@@ -85,7 +85,7 @@ class Loader:
 
     def __init__(
         self,
-        store: ArrayStore,
+        store: Store,
         plan: BatchPlan,
         *,
         prefetch: int = 2,
@@ -206,9 +206,9 @@ class Loader:
 
 
 def _check_kinds(store: Any, plan: Any) -> None:
-    if not isinstance(store, ArrayStore):
+    if not isinstance(store, Store):
         raise TypeError(
-            f"a Loader reads an ArrayStore, got {type(store).__name__}; open_store "
+            f"a Loader reads a Store, got {type(store).__name__}; open_store "
             "makes one of arrays and files"
         )
     if not isinstance(plan, BatchPlan):
@@ -245,9 +245,7 @@ def check_plan(num_examples: int, columns: Collection[str], plan: BatchPlan) -> 
 # A direct subclass gets the step itself as its index, in every epoch; a source
 # wrapped by Grain would get it modulo the length.
 class _Batches(grain.MapDataset):
-    def __init__(
-        self, store: ArrayStore, plan: BatchPlan, transform: BatchTransform | None
-    ):
+    def __init__(self, store: Store, plan: BatchPlan, transform: BatchTransform | None):
         super().__init__()
         self._store, self._plan, self._transform = store, plan, transform
 

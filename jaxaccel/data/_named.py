@@ -11,9 +11,10 @@ import numpy as np
 
 from jaxaccel import _fetch
 from jaxaccel._fetch import Source
+from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._cifar import convert_cifar10
-from jaxaccel.data._files import gunzip
-from jaxaccel.data._store import ArrayStore, open_store
+from jaxaccel.data._files import gunzip, open_array
+from jaxaccel.data._open import open_store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +150,8 @@ def _load_fashion_mnist(folder: Path, online: bool) -> NamedDataset:
 
 
 def _open_idx_pair(folder: Path, split: str) -> ArrayStore:
-    images = open_store(folder / f"{split}-images-idx3-ubyte").columns["image"]
-    labels = open_store(folder / f"{split}-labels-idx1-ubyte").columns["label"]
+    images = open_array(folder / f"{split}-images-idx3-ubyte")
+    labels = open_array(folder / f"{split}-labels-idx1-ubyte")
     return ArrayStore({"image": images[..., None], "label": labels})
 
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
+from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._device import DeviceBatches, check_column, put_column, to_device
 from jaxaccel.data._loader import check_plan
 from jaxaccel.data._plan import BatchPlan
 from jaxaccel.data._state import make_state, read_state
-from jaxaccel.data._store import ArrayStore, ColumnSpec
+from jaxaccel.data._store import ColumnSpec, Store
 
 # Where the device does not tell its memory, as the CPU does not.
 _DEFAULT_MAX_BYTES = 2 << 30
@@ -56,7 +57,7 @@ class DeviceDataset:
 
     def __init__(
         self,
-        store: ArrayStore,
+        store: Store,
         *,
         sharding: jax.sharding.Sharding | None = None,
         max_fraction: float = 0.5,
@@ -72,14 +73,19 @@ class DeviceDataset:
                 f"a resident data set is indexed by int32, but the store holds "
                 f"{len(store)} examples; use a Loader"
             )
-        for name, array in store.columns.items():
-            check_column(name, array)
         _check_memory(store, sharding, max_fraction, max_bytes)
+        arrays = (
+            store.columns
+            if isinstance(store, ArrayStore)
+            else store.take(np.arange(len(store)))
+        )
+        for name, array in arrays.items():
+            check_column(name, array)
         self.num_examples = len(store)
         self.columns: dict[str, Any] = {
             # A copy: the CPU backend would adopt the store's own memory.
             name: put_column(name, _native_copy(array), sharding)
-            for name, array in store.columns.items()
+            for name, array in arrays.items()
         }
 
     def __len__(self) -> int:
@@ -270,12 +276,15 @@ def _native_copy(array: np.ndarray) -> np.ndarray:
 
 
 def _check_memory(
-    store: ArrayStore,
+    store: Store,
     sharding: jax.sharding.Sharding | None,
     max_fraction: float,
     max_bytes: int | None,
 ) -> None:
-    size = sum(_bytes_on_a_device(array, sharding) for array in store.columns.values())
+    size = sum(
+        _bytes_on_a_device((len(store), *spec.shape), spec.dtype, sharding)
+        for spec in store.spec.values()
+    )
     if max_bytes is not None:
         limit, why = max_bytes, "max_bytes"
     else:
@@ -289,16 +298,15 @@ def _check_memory(
 
 
 def _bytes_on_a_device(
-    array: np.ndarray, sharding: jax.sharding.Sharding | None
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None
 ) -> int:
-    shape = array.shape
     if sharding is not None:
         try:
             shape = sharding.shard_shape(shape)
         except ValueError:
             # Placing it will fail, too, with the column's name.
             pass
-    return math.prod(shape) * array.dtype.itemsize
+    return math.prod(shape) * dtype.itemsize
 
 
 def _memory_limit(

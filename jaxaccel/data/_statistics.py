@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from jaxaccel.data._store import ArrayStore
+from jaxaccel.data._store import Store
 
 
 def mean_and_std(
-    store: ArrayStore, column: str = "image"
+    store: Store, column: str = "image"
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     r"""Computes the statistics that `make_normalizer` takes.
 

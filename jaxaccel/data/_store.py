@@ -1,17 +1,16 @@
-"""Stores: named columns of equal length, read in batches."""
+"""The interface of all stores: named columns of equal length, read in batches."""
 
+import abc
+import hashlib
+import json
 import math
-import os
 import types
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jaxaccel.data._checks import as_count
-from jaxaccel.data._files import open_array
 
 
 class ColumnSpec(NamedTuple):
@@ -26,127 +25,74 @@ class ColumnSpec(NamedTuple):
     dtype: np.dtype
 
 
-def open_store(
-    source: str | os.PathLike[str] | Mapping[str, object],
-) -> "ArrayStore":
-    """Opens arrays and files as one store of named columns.
+class Store(abc.ABC):
+    """Columns of equal length, in memory, in files or computed from other stores.
 
-    Files are memory-mapped, but for gzip-compressed ones, which are read into
-    memory. A mapped file must not be shortened while the store is in use: the
-    operating system kills a process that reads behind the new end.
+    `open_store` makes one of arrays and files; a store of your own defines
+    `__len__`, `fingerprint` and `_read`, and passes its columns to `__init__`.
 
     Args:
-      source: One of
-
-        - a mapping from column name to an array or to the path of a `.npy` or
-          IDX file (`*-ubyte`, `*-ubyte.gz`; recognized by content);
-        - the path of one such file: a `.npy` file gives the column its own name
-          (`image.npy`: `image`), an IDX file gives `image` where it has three
-          axes or more, else `label`;
-        - the path of a folder with one `<column>.npy` for each column.
-
-    Returns:
-      The store. Arrays are referenced, not copied; batches are always copies.
-
-    Raises:
-      DataCorruptionError: If a file is damaged.
-      FileNotFoundError: If a file is missing.
-      TypeError: If a column is neither array nor path, or has an unsupported
-        dtype.
-      ValueError: If the store would be empty, the columns differ in length, or a
-        file is of another format.
-
-    Examples:
-      >>> import numpy as np
-      >>> from jaxaccel.data import open_store
-      >>> store = open_store({"image": np.zeros((6, 2, 2, 1), np.uint8),
-      ...                     "label": np.arange(6, dtype=np.uint8)})
-      >>> len(store), store.spec["image"].shape
-      (6, (2, 2, 1))
-      >>> store.take([4, 1])["label"].tolist()
-      [4, 1]
-    """
-    if isinstance(source, Mapping):
-        return ArrayStore({name: _open_column(c) for name, c in source.items()})
-    if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(
-            f"open_store takes a path or a mapping of columns, got "
-            f"{type(source).__name__}; name the columns: open_store({{'image': x}})"
-        )
-    path = Path(source)
-    if path.is_dir():
-        files = sorted(path.glob("*.npy"))
-        if not files:
-            raise ValueError(
-                f"the folder {path} holds no <column>.npy file; pass a mapping of "
-                "column names to paths for other names and formats"
-            )
-        return ArrayStore({file.stem: open_array(file) for file in files})
-    array = open_array(path)
-    name = "image" if array.ndim >= 3 else "label"
-    return ArrayStore({path.stem if path.suffix == ".npy" else name: array})
-
-
-class ArrayStore:
-    """Columns of equal length, in memory or memory-mapped.
-
-    Args:
-      columns: Array of each column, `(examples, ...)`, booleans, integers or real
-        floats. They are referenced, not copied.
-
-    Attributes:
-      columns: The arrays by name, read-only as a mapping.
       spec: `ColumnSpec` (shape of one example, dtype) by name.
 
-    Raises:
-      TypeError: If a column is no NumPy array or has an unsupported dtype.
-      ValueError: If there is no column or no example, or lengths differ.
+    Attributes:
+      spec: The same, read-only.
 
     Examples:
       >>> import numpy as np
-      >>> from jaxaccel.data import ArrayStore
-      >>> store = ArrayStore({"label": np.arange(10, dtype=np.uint8)})
-      >>> train, test = store[:8], store[8:]
-      >>> [batch["label"].tolist() for batch in train.scan(3)]
-      [[0, 1, 2], [3, 4, 5], [6, 7]]
-      >>> test.take([0])["label"].tolist()
-      [8]
+      >>> from jaxaccel.data import ColumnSpec, Store
+      >>> class Squares(Store):
+      ...     def __init__(self):
+      ...         super().__init__({"x": ColumnSpec((), np.dtype(np.int64))})
+      ...     def __len__(self):
+      ...         return 5
+      ...     def fingerprint(self):
+      ...         return "squares, 5"
+      ...     def _read(self, rows):
+      ...         return {"x": rows**2}
+      >>> Squares()[1:].take([0, 3])["x"].tolist()
+      [1, 16]
     """
 
-    def __init__(self, columns: Mapping[str, np.ndarray]):
-        _check_columns(columns)
-        self.columns = types.MappingProxyType(dict(columns))
-        self.spec = types.MappingProxyType(
-            {
-                name: ColumnSpec(array.shape[1:], array.dtype.newbyteorder("="))
-                for name, array in columns.items()
-            }
-        )
-        self._length = len(next(iter(columns.values())))
+    def __init__(self, spec: Mapping[str, ColumnSpec]):
+        self.spec = types.MappingProxyType(dict(spec))
 
-    def __len__(self) -> int:
-        return self._length
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """A short text that differs where the content may differ.
+
+        Of files it covers names, sizes and modification times, not every byte.
+        """
+
+    @abc.abstractmethod
+    def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        # Rows are int64, one-dimensional and in range. The arrays are fresh.
+        ...
 
     def __repr__(self) -> str:
         columns = ", ".join(
             f"{name}: {spec.dtype}{list(spec.shape)}"
             for name, spec in self.spec.items()
         )
-        return f"ArrayStore({self._length} examples, {columns})"
+        return f"{type(self).__name__}({len(self)} examples, {columns})"
 
-    def __getitem__(self, rows: slice) -> "ArrayStore":
-        """A store over a slice of the rows, sharing their memory."""
-        if not isinstance(rows, slice):
-            raise TypeError(
-                f"a store is sliced, as in store[:100], got store[{rows!r}]; read "
-                "single examples with store.take([index])"
-            )
-        if not range(self._length)[rows]:
-            raise ValueError(
-                f"store[{rows.start}:{rows.stop}:{rows.step}] holds no example of the "
-                f"{self._length}; choose a slice inside the store"
-            )
-        return ArrayStore({name: c[rows] for name, c in self.columns.items()})
+    def __getitem__(self, rows: slice) -> "Store":
+        """A store over a slice of the rows, reading them from this one."""
+        return SliceStore(self, slice_range(rows, len(self)))
+
+    # Otherwise Python would iterate through __getitem__ with integers.
+    __iter__ = None
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:  # noqa: B027
+        """Frees files and threads; the store must not be read any more."""
 
     def take(self, indices: object) -> dict[str, np.ndarray]:
         """Reads the given rows into fresh arrays that nothing else refers to.
@@ -158,12 +104,12 @@ class ArrayStore:
           One array for each column, `(len(indices), ...)`, in native byte order.
 
         Raises:
+          DataCorruptionError: If a file turns out to be damaged.
           IndexError: If an index is out of range (negative ones are, too).
           TypeError: If the indices are not integers.
           ValueError: If they are not one-dimensional.
         """
-        rows = _as_rows(indices, self._length)
-        return {name: _gather(c, rows) for name, c in self.columns.items()}
+        return self._read(_as_rows(indices, len(self)))
 
     def scan(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Reads the whole store once, in order.
@@ -177,67 +123,106 @@ class ArrayStore:
         Raises:
           ValueError: If `batch_size` is not positive.
         """
-        size = as_count("batch_size", batch_size, 1)
-        starts = range(0, self._length, size)
-        ends = (min(start + size, self._length) for start in starts)
-        return (
-            self.take(np.arange(start, end))
-            for start, end in zip(starts, ends, strict=True)
-        )
+        return self._scan(as_count("batch_size", batch_size, 1))
+
+    def _scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+        # Formats that read faster in order override this.
+        for start in range(0, len(self), size):
+            yield self._read(np.arange(start, min(start + size, len(self))))
 
 
-def _open_column(column: Any) -> Any:
-    if isinstance(column, (str, os.PathLike)):
-        return open_array(column)
-    if isinstance(column, jax.Array):
-        return np.asarray(column)
-    return column
+class SliceStore(Store):
+    """Some rows of another store; `store[rows]` makes one."""
+
+    def __init__(self, store: Store, rows: range):
+        super().__init__(store.spec)
+        self._store, self._rows = store, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def fingerprint(self) -> str:
+        """See `Store.fingerprint`."""
+        return digest([self._store.fingerprint(), repr(self._rows)])
+
+    def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        return self._store._read(self._rows.start + self._rows.step * rows)
 
 
-def _check_columns(columns: Mapping[str, np.ndarray]) -> None:
-    if not columns:
-        raise ValueError(
-            "a store needs at least one column; pass for example {'image': images, "
-            "'label': labels}"
-        )
-    for name, array in columns.items():
-        _check_column(name, array)
-    lengths = {name: len(array) for name, array in columns.items()}
-    if len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{name!r} has {n}" for name, n in lengths.items())
-        raise ValueError(
-            f"every column must hold the same number of examples, but {counts}; "
-            "check that the files belong together"
-        )
+class ConcatStore(Store):
+    """Stores with the same columns, one after the other, as of sharded files.
+
+    Args:
+      stores: The parts, at least one.
+
+    Raises:
+      ValueError: If there is none, or their columns differ.
+    """
+
+    def __init__(self, stores: Sequence[Store]):
+        if not stores:
+            raise ValueError("ConcatStore needs at least one store, got none")
+        for number, store in enumerate(stores):
+            if dict(store.spec) != dict(stores[0].spec):
+                raise ValueError(
+                    "all parts must have the same columns, but part 0 is "
+                    f"{stores[0]!r} and part {number} is {store!r}"
+                )
+        super().__init__(stores[0].spec)
+        self._stores = tuple(stores)
+        self._ends = np.cumsum([len(store) for store in stores])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def fingerprint(self) -> str:
+        """See `Store.fingerprint`."""
+        return digest([store.fingerprint() for store in self._stores])
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        for store in self._stores:
+            store.close()
+
+    def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        parts = np.searchsorted(self._ends, rows, side="right")
+        used = np.unique(parts)
+        if len(used) == 1:
+            return self._part(int(used[0]), rows)
+        out = {
+            name: aligned_empty((len(rows), *spec.shape), spec.dtype)
+            for name, spec in self.spec.items()
+        }
+        for part in used:
+            places = np.flatnonzero(parts == part)
+            for name, array in self._part(int(part), rows[places]).items():
+                out[name][places] = array
+        return out
+
+    def _part(self, part: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+        start = int(self._ends[part]) - len(self._stores[part])
+        return self._stores[part]._read(rows - start)
 
 
-def _check_column(name: object, array: object) -> None:
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"a column's name must be a non-empty string, got {name!r}")
-    if not isinstance(array, np.ndarray):
+def slice_range(rows: object, length: int) -> range:
+    """Returns the rows of a slice, which must hold at least one."""
+    if not isinstance(rows, slice):
         raise TypeError(
-            f"column {name!r} must be an array or a path, got "
-            f"{type(array).__name__}; convert it: np.asarray(x, dtype=np.uint8)"
+            f"a store is sliced, as in store[:100], got store[{rows!r}]; read "
+            "single examples with store.take([index])"
         )
-    if isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"column {name!r} is a masked array, whose mask would be lost; fill it: "
-            "x.filled(0), and give the mask as a column of its own"
-        )
-    if array.dtype.kind not in "biuf":
-        raise TypeError(
-            f"column {name!r} has dtype {array.dtype}; a store holds booleans, "
-            "integers and floats. Encode it as numbers, in the narrowest dtype"
-        )
-    if array.ndim == 0:
+    if not range(length)[rows]:
         raise ValueError(
-            f"column {name!r} is a scalar; a column needs a leading axis of examples"
+            f"store[{rows.start}:{rows.stop}:{rows.step}] holds no example of the "
+            f"{length}; choose a slice inside the store"
         )
-    if len(array) == 0:
-        raise ValueError(
-            f"column {name!r} is empty (shape {array.shape}); a store needs at least "
-            "one example"
-        )
+    return range(length)[rows]
+
+
+def digest(parts: Any) -> str:
+    """Short text that stands for JSON-able values, as fingerprints are made of."""
+    text = json.dumps(parts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _as_rows(indices: object, length: int) -> np.ndarray:
@@ -254,11 +239,12 @@ def _as_rows(indices: object, length: int) -> np.ndarray:
         raise IndexError(
             f"index {bad} is out of range: the store's rows are 0 to {length - 1}"
         )
-    return rows.astype(np.intp, copy=False)
+    return rows.astype(np.int64, copy=False)
 
 
-def _gather(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    out = _aligned_empty((len(rows), *column.shape[1:]), column.dtype.newbyteorder("="))
+def gather(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Copies rows of an array into a fresh aligned one, in native byte order."""
+    out = aligned_empty((len(rows), *column.shape[1:]), column.dtype.newbyteorder("="))
     flags = column.flags
     if flags.c_contiguous and flags.aligned and column.dtype.isnative:
         # "clip" spares NumPy a second buffer; the rows are known to be in range.
@@ -269,7 +255,8 @@ def _gather(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return out
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array on a 64-byte boundary."""
     # The CPU backend adopts a 64-byte aligned buffer instead of copying it.
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + 64, np.uint8)

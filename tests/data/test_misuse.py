@@ -45,7 +45,7 @@ def test_a_transform_may_change_its_batch_in_place():
 @pytest.mark.usefixtures("unchecked")
 def test_a_loader_names_what_it_needs():
     store, plan = store_of(), data.BatchPlan(64, 8)
-    with pytest.raises(TypeError, match="reads an ArrayStore, got dict"):
+    with pytest.raises(TypeError, match="reads a Store, got dict"):
         data.Loader({"image": np.zeros(64)}, plan)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="follows a BatchPlan, got int"):
         data.Loader(store, 32)  # type: ignore[arg-type]

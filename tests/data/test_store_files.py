@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from jaxaccel.data import DataCorruptionError, open_store
+from jaxaccel.data import ArrayStore, DataCorruptionError, open_store
 
 IDX_CODES = {
     0x08: ">u1",
@@ -65,6 +65,7 @@ def test_npy_is_memory_mapped_and_named_after_its_file(tmp_path, rng, order, dty
     array = rng.integers(0, 2, (6, 2, 5)).astype(dtype, order=order)
     np.save(tmp_path / "picture.npy", array)
     store = open_store(tmp_path / "picture.npy")
+    assert isinstance(store, ArrayStore)
     assert isinstance(store.columns["picture"].base, np.memmap)
     assert store.take([5, 1])["picture"].dtype.isnative
     np.testing.assert_array_equal(store.take([5, 1])["picture"], array[[5, 1]])
@@ -73,11 +74,11 @@ def test_npy_is_memory_mapped_and_named_after_its_file(tmp_path, rng, order, dty
 def test_folder_and_single_idx_files(tmp_path, images):
     np.save(tmp_path / "image.npy", images)
     np.save(tmp_path / "label.npy", np.arange(7, dtype=np.uint8))
-    assert set(open_store(tmp_path).columns) == {"image", "label"}
+    assert set(open_store(tmp_path).spec) == {"image", "label"}
     (tmp_path / "t-ubyte").write_bytes(idx_bytes(images))
     (tmp_path / "l-ubyte").write_bytes(idx_bytes(np.arange(7)))
-    assert set(open_store(tmp_path / "t-ubyte").columns) == {"image"}
-    assert set(open_store(tmp_path / "l-ubyte").columns) == {"label"}
+    assert set(open_store(tmp_path / "t-ubyte").spec) == {"image"}
+    assert set(open_store(tmp_path / "l-ubyte").spec) == {"label"}
 
 
 def flip(content, position):

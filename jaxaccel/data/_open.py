@@ -1,0 +1,220 @@
+"""open_store: one call for arrays, files, folders and sharded files."""
+
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxaccel.data import _npy
+from jaxaccel.data._arrays import ArrayStore
+from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._files import open_array
+from jaxaccel.data._formats import Format, OpenOptions
+from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
+
+FORMATS: dict[str, Format] = {module.FORMAT.name: module.FORMAT for module in (_npy,)}
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?P<suffix>.*)")
+_HEAD = 64
+
+
+@typing.overload
+def open_store(source: Mapping[str, object]) -> ArrayStore: ...
+
+
+@typing.overload
+def open_store(
+    source: str | os.PathLike[str],
+    *,
+    format: str | None = ...,
+    columns: Mapping[str, ColumnSpec] | None = ...,
+    image_size: tuple[int, int] | None = ...,
+    image_mode: str = ...,
+    checksums: bool = ...,
+    num_threads: int | None = ...,
+) -> Store: ...
+
+
+def open_store(
+    source: str | os.PathLike[str] | Mapping[str, object],
+    *,
+    format: str | None = None,
+    columns: Mapping[str, ColumnSpec] | None = None,
+    image_size: tuple[int, int] | None = None,
+    image_mode: str = "RGB",
+    checksums: bool = True,
+    num_threads: int | None = None,
+) -> Store:
+    """Opens arrays and files as one store of named columns.
+
+    Uncompressed files are memory-mapped where the format allows. A mapped file must
+    not be shortened while the store is in use: the operating system kills a process
+    that reads behind the new end.
+
+    Args:
+      source: One of
+
+        - a mapping from column name to an array or to the path of a `.npy` or
+          IDX file (`*-ubyte`, `*-ubyte.gz`; recognized by content);
+        - the path of one file; its format is recognized by content. A `.npy` file
+          gives the column its own name (`image.npy`: `image`), an IDX file gives
+          `image` where it has three axes or more, else `label`;
+        - a pattern of sharded files, `train-*-of-00008.arrow`; none of the
+          promised number may be missing;
+        - the path of a folder: with one `<column>.npy` for each column, or with
+          the files of one other format.
+      format: Name of the format, where it should not be recognized.
+      columns: The columns to read and what they hold, for files that do not say.
+      image_size: (height, width) that encoded images are resized to; without it,
+        all must have one size.
+      image_mode: `"RGB"` or `"L"`, the channels of encoded images.
+      checksums: Whether what has a checksum is compared with it when it is read.
+      num_threads: Threads that decode images; None takes one a core, 8 at most.
+
+    Returns:
+      The store. Arrays are referenced, not copied; batches are always copies.
+
+    Raises:
+      DataCorruptionError: If a file is damaged.
+      FileNotFoundError: If a file is missing.
+      TypeError: If a column is neither array nor path, or has an unsupported
+        dtype.
+      ValueError: If the store would be empty, the columns differ in length, or a
+        file is of another format.
+
+    Examples:
+      >>> import numpy as np
+      >>> from jaxaccel.data import open_store
+      >>> store = open_store({"image": np.zeros((6, 2, 2, 1), np.uint8),
+      ...                     "label": np.arange(6, dtype=np.uint8)})
+      >>> len(store), store.spec["image"].shape
+      (6, (2, 2, 1))
+      >>> store.take([4, 1])["label"].tolist()
+      [4, 1]
+    """
+    options = OpenOptions(columns, image_size, image_mode, checksums, num_threads)
+    _check_options(options, format)
+    if isinstance(source, Mapping):
+        return ArrayStore({name: _open_column(c) for name, c in source.items()})
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"open_store takes a path or a mapping of columns, got "
+            f"{type(source).__name__}; name the columns: open_store({{'image': x}})"
+        )
+    chosen = FORMATS[format] if format else None
+    path = Path(source)
+    if "*" in path.name:
+        return _open_files(shards(path), chosen, options)
+    if not path.exists():
+        raise FileNotFoundError(f"no data file or folder at {path}; check the path")
+    if path.is_dir():
+        return _open_folder(path, chosen, options)
+    return _open_files([path], chosen, options)
+
+
+def shards(pattern: Path) -> list[Path]:
+    """Returns the files of a pattern, in order, all that their names promise.
+
+    Args:
+      pattern: A path with `*` in its last part.
+
+    Raises:
+      FileNotFoundError: If no file matches, or a shard is missing.
+      ValueError: If the files belong to several sharded sets.
+    """
+    files = sorted(file for file in pattern.parent.glob(pattern.name) if file.is_file())
+    if not files:
+        raise FileNotFoundError(f"no file matches {pattern}; check the path")
+    return complete(files)
+
+
+def complete(files: list[Path]) -> list[Path]:
+    """Checks that no shard of a sharded set is missing; returns them in order."""
+    found = {file: _SHARD.fullmatch(file.name) for file in files}
+    matches = [match for match in found.values() if match]
+    if not matches:
+        return sorted(files)
+    sets = {(m["stem"], m["count"], m["suffix"]) for m in matches}
+    if len(sets) > 1 or len(matches) < len(files):
+        names = ", ".join(sorted(file.name for file in files)[:6])
+        raise ValueError(
+            f"the files belong to more than one set of shards: {names}; give a pattern "
+            "that matches one set"
+        )
+    by_index = {int(match["index"]): file for file, match in found.items() if match}
+    count = int(matches[0]["count"])
+    missing = sorted(set(range(count)) - set(by_index))
+    if missing or len(by_index) > count:
+        raise FileNotFoundError(
+            f"{files[0].parent}: {count} shards are promised by names such as "
+            f"{files[0].name}, but those with the numbers {missing[:10]} are missing; "
+            "fetch them again"
+        )
+    return [by_index[index] for index in range(count)]
+
+
+def detect(path: Path) -> Format:
+    """Returns the format of a file, by its content first, then by its name."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    for known in FORMATS.values():
+        if head and known.recognizes(head):
+            return known
+    for known in FORMATS.values():
+        if path.name.endswith(known.suffixes):
+            if not head:
+                raise DataCorruptionError(path, None, 0, "the file is empty")
+            return known
+    # IDX files, by their own rules, and the message that nothing fits.
+    return _npy.FORMAT
+
+
+def _open_files(files: list[Path], chosen: Format | None, options: OpenOptions):
+    stores = [(chosen or detect(file)).open(file, options) for file in files]
+    return stores[0] if len(stores) == 1 else ConcatStore(stores)
+
+
+def _open_folder(path: Path, chosen: Format | None, options: OpenOptions) -> Store:
+    files = [file for file in sorted(path.iterdir()) if file.is_file()]
+    for known in [chosen] if chosen else FORMATS.values():
+        mine = [file for file in files if file.name.endswith(known.suffixes)]
+        if known is _npy.FORMAT and mine:
+            return known.open(path, options)
+        if mine and known.suffixes:
+            return _open_files(complete(mine), known, options)
+    for known in [chosen] if chosen else FORMATS.values():
+        if not known.suffixes:
+            return known.open(path, options)
+    raise ValueError(
+        f"the folder {path} holds no <column>.npy file and none of another format; "
+        "pass a mapping of column names to paths for other names"
+    )
+
+
+def _open_column(column: Any) -> Any:
+    if isinstance(column, (str, os.PathLike)):
+        return open_array(column)
+    if isinstance(column, jax.Array):
+        return np.asarray(column)
+    return column
+
+
+def _check_options(options: OpenOptions, format: str | None) -> None:
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
+    if options.image_mode not in ("RGB", "L"):
+        raise ValueError(f"image_mode must be 'RGB' or 'L', got {options.image_mode!r}")
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name == "image_size" and value is not None:
+            if len(value) != 2 or min(value) < 1:
+                raise ValueError(
+                    f"image_size must be (height, width), both positive, got {value!r}"
+                )
+        if field.name == "num_threads" and value is not None and value < 1:
+            raise ValueError(f"num_threads must be at least 1, got {value}")
