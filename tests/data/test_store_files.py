@@ -191,7 +191,7 @@ def test_pickled_objects_are_never_loaded(tmp_path):
 
 
 def test_other_bad_paths(tmp_path, write):
-    with pytest.raises(FileNotFoundError, match="no data file at .*gone.npy"):
+    with pytest.raises(FileNotFoundError, match="no data file or folder at .*gone.npy"):
         open_store(tmp_path / "gone.npy")
     with pytest.raises(ValueError, match="holds no <column>.npy"):
         open_store(tmp_path)
