@@ -1,0 +1,233 @@
+"""Checksums beside a data file, for formats that have none of their own."""
+
+import contextlib
+import os
+import zipfile
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from jaxaccel.data._errors import DataCorruptionError
+
+BLOCK = 1 << 16
+_SUFFIX = ".crc.npz"
+_VERSION = 1
+# Ranges of at most so many blocks are looked up together, longer ones one by one.
+_SHORT = 8
+
+
+def sidecar_path(path: Path) -> Path:
+    """Where the checksums of a file are."""
+    return path.with_name(path.name + _SUFFIX)
+
+
+def write_checksums(path: str | os.PathLike[str]) -> None:
+    """Writes the checksums of a file beside it, whole or not at all.
+
+    Args:
+      path: The data file.
+
+    Raises:
+      OSError: If the file cannot be read, or its folder not be written.
+    """
+    path, crcs = Path(path), BlockCrcs()
+    buffer = bytearray(16 * BLOCK)
+    with path.open("rb") as file:
+        while count := file.readinto(buffer):
+            crcs.update(memoryview(buffer)[:count])
+    crcs.save(path)
+
+
+class BlockCrcs:
+    """Checksums of the blocks of a file that is being written.
+
+    Attributes:
+      size: Bytes so far.
+    """
+
+    def __init__(self):
+        self._full: list[int] = []
+        self._tail, self.size = 0, 0
+
+    def update(self, content: bytes | bytearray | memoryview) -> None:
+        """Appends bytes."""
+        view = memoryview(content).cast("B")
+        while view:
+            room = BLOCK - self.size % BLOCK
+            part, view = view[:room], view[room:]
+            self._tail = zlib.crc32(part, self._tail)
+            self.size += len(part)
+            if len(part) == room:
+                self._full.append(self._tail)
+                self._tail = 0
+
+    def values(self) -> np.ndarray:
+        """CRC-32 of each block, the last one possibly short."""
+        tail = [self._tail] if self.size % BLOCK else []
+        return np.array(self._full + tail, np.uint32)
+
+    def digest(self) -> int:
+        """One number that stands for all bytes so far."""
+        return zlib.crc32(self.values().tobytes(), self.size & 0xFFFFFFFF)
+
+    def save(self, path: Path) -> None:
+        """Writes the sidecar of `path`."""
+        target = sidecar_path(path)
+        # Its own name in each process; the last one to finish wins.
+        work = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with work.open("wb") as file:
+                np.savez(
+                    file, version=_VERSION, block=BLOCK, size=self.size,
+                    crc32=self.values(),
+                )  # fmt: skip
+                sync(file)
+            os.replace(work, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                work.unlink(missing_ok=True)
+            raise
+
+
+class Checksums:
+    """The checksums of one file, each block compared the first time it is needed.
+
+    Safe to use from several threads.
+
+    Attributes:
+      path: The data file.
+      size: Its size in bytes.
+      crcs: CRC-32 of each block of 64 KiB.
+    """
+
+    def __init__(self, path: Path, size: int, crcs: np.ndarray):
+        self.path, self.size, self.crcs = path, size, crcs
+        self._seen = np.zeros(len(crcs), bool)
+        self._complete = not len(crcs)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Checksums | None":
+        """Reads the sidecar of a file.
+
+        Args:
+          path: The data file.
+
+        Returns:
+          The checksums; None where there is no sidecar.
+
+        Raises:
+          DataCorruptionError: If the file has another size than it had when the
+            sidecar was written, or the sidecar is damaged.
+        """
+        path = Path(path)
+        source = sidecar_path(path)
+        try:
+            file = source.open("rb")
+        except FileNotFoundError:
+            return None
+        with file:
+            size, crcs = _parse(source, file)
+        found = path.stat().st_size
+        if found != size:
+            reason = (
+                f"{size} bytes when its checksums were written, found {found}; if it "
+                f"was changed on purpose, delete {source.name}"
+            )
+            raise DataCorruptionError(path, None, min(size, found), reason)
+        return cls(path, size, crcs)
+
+    def check(
+        self,
+        data: np.ndarray,
+        starts: np.ndarray,
+        stops: np.ndarray,
+        records: np.ndarray | None = None,
+    ) -> None:
+        """Compares all blocks that some byte ranges touch.
+
+        Args:
+          data: The whole file, `(size,)` uint8, memory-mapped.
+          starts: First byte of each range.
+          stops: The byte behind the end of each range.
+          records: Index of the example in each range, for the message.
+
+        Raises:
+          DataCorruptionError: If a block differs; `offset` is where it begins.
+        """
+        if self._complete or not len(starts):
+            return
+        full = stops > starts
+        if not full.all():
+            starts, stops = starts[full], stops[full]
+            records = None if records is None else records[full]
+        blocks = self._unseen(starts // BLOCK, (stops - 1) // BLOCK)
+        if not len(blocks):
+            return
+        for block in blocks:
+            bad = self._differs(data, int(block))
+            if bad:
+                hit = (starts < (block + 1) * BLOCK) & (stops > block * BLOCK)
+                owner = None if records is None else int(records[hit][0])
+                raise self._error(int(block), owner)
+        self._complete = bool(self._seen.all())
+
+    def check_all(self, data: np.ndarray) -> None:
+        """Compares every block; see `check`."""
+        self.check(data, np.array([0]), np.array([self.size]))
+
+    def _unseen(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        longest = int((last - first).max(initial=-1)) + 1
+        if longest > _SHORT:
+            parts = [
+                start + np.flatnonzero(~self._seen[start : stop + 1])
+                for start, stop in zip(first.tolist(), last.tolist(), strict=True)
+            ]
+        else:
+            parts = []
+            for step in range(longest):
+                touched = np.minimum(first + step, last)
+                parts.append(touched[~self._seen[touched]])
+        return np.unique(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+
+    def _differs(self, data: np.ndarray, block: int) -> bool:
+        found = zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK].data)
+        if found != int(self.crcs[block]):
+            return True
+        self._seen[block] = True
+        return False
+
+    def _error(self, block: int, record: int | None) -> DataCorruptionError:
+        reason = (
+            f"the {BLOCK // 1024} KiB from this offset differ from their checksum in "
+            f"{sidecar_path(self.path).name}"
+        )
+        return DataCorruptionError(self.path, record, block * BLOCK, reason)
+
+
+def _parse(source: Path, file: BinaryIO) -> tuple[int, np.ndarray]:
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            values = {name: content[name] for name in content.files}
+        version, block = int(values["version"]), int(values["block"])
+        size, crcs = int(values["size"]), values["crc32"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile,
+            zlib.error, MemoryError, NotImplementedError) as error:  # fmt: skip
+        reason = f"unreadable checksums: {error}"
+        raise DataCorruptionError(source, None, 0, reason) from None
+    if (version, block) != (_VERSION, BLOCK):
+        raise ValueError(
+            f"{source} was written by another version of jaxaccel (version {version}, "
+            f"blocks of {block} bytes); write it again: verify(path, write_index=True)"
+        )
+    if crcs.dtype != np.uint32 or crcs.shape != (-(-size // BLOCK),):
+        reason = f"{crcs.shape} {crcs.dtype} checksums for {size} bytes"
+        raise DataCorruptionError(source, None, 0, reason)
+    return size, crcs
+
+
+def sync(file: BinaryIO) -> None:
+    """Brings all that was written to a file onto the disk."""
+    file.flush()
+    os.fsync(file.fileno())
