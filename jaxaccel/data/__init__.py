@@ -13,7 +13,7 @@ from jaxaccel.data._loader import Loader, LoaderStats
 from jaxaccel.data._named import NamedDataset, load_dataset
 from jaxaccel.data._normalize import make_normalizer
 from jaxaccel.data._open import open_store
-from jaxaccel.data._plan import BatchPlan
+from jaxaccel.data._plan import BatchPlan, Plan
 from jaxaccel.data._resident import DeviceDataset, ResidentBatches
 from jaxaccel.data._statistics import mean_and_std
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
@@ -30,6 +30,7 @@ __all__ = (
     "Loader",
     "LoaderStats",
     "NamedDataset",
+    "Plan",
     "ResidentBatches",
     "Store",
     "load_dataset",

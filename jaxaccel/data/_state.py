@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxaccel.data._plan import BatchPlan
+from jaxaccel.data._plan import Plan
 from jaxaccel.data._store import ColumnSpec
 
 
-def make_state(
-    step: int, plan: BatchPlan, spec: Mapping[str, ColumnSpec]
-) -> dict[str, Any]:
+def make_state(step: int, plan: Plan, spec: Mapping[str, ColumnSpec]) -> dict[str, Any]:
     """Describes a position so that it can be restored, and refused elsewhere.
 
     Args:
@@ -21,10 +19,7 @@ def make_state(
       A dict of integers, strings, booleans and dicts. What may change between
       two runs is left out: the number of epochs and of processes.
     """
-    fingerprint: dict[str, Any] = {
-        name: getattr(plan, name)
-        for name in ("num_examples", "batch_size", "seed", "shuffle", "remainder")
-    }
+    fingerprint = plan.fingerprint()
     # Text, because JSON turns tuples into lists.
     fingerprint["columns"] = {
         name: f"{column.dtype}{list(column.shape)}" for name, column in spec.items()
@@ -33,7 +28,7 @@ def make_state(
 
 
 def read_state(
-    state: Mapping[str, Any], plan: BatchPlan, spec: Mapping[str, ColumnSpec]
+    state: Mapping[str, Any], plan: Plan, spec: Mapping[str, ColumnSpec]
 ) -> int:
     """Checks a state against a plan and a store.
 
