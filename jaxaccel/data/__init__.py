@@ -7,9 +7,15 @@ the jitted step.
 from jaxaccel._fetch import DatasetUnavailableError
 from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._augment import random_crop_flip
+from jaxaccel.data._bits import pack_bits, unpack_bits
+from jaxaccel.data._color import color_jitter
+from jaxaccel.data._crops import random_resized_crop
 from jaxaccel.data._device import DeviceBatches, to_device
+from jaxaccel.data._erase import cutout, random_erasing
 from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._labels import one_hot
 from jaxaccel.data._loader import Loader, LoaderStats
+from jaxaccel.data._mix import cutmix, mixup
 from jaxaccel.data._named import NamedDataset, load_dataset
 from jaxaccel.data._normalize import make_normalizer
 from jaxaccel.data._open import open_store
@@ -33,10 +39,19 @@ __all__ = (
     "Plan",
     "ResidentBatches",
     "Store",
+    "color_jitter",
+    "cutmix",
+    "cutout",
     "load_dataset",
     "make_normalizer",
     "mean_and_std",
+    "mixup",
+    "one_hot",
     "open_store",
+    "pack_bits",
     "random_crop_flip",
+    "random_erasing",
+    "random_resized_crop",
     "to_device",
+    "unpack_bits",
 )

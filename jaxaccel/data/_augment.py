@@ -1,11 +1,10 @@
 """Augmentation of uint8 images, inside jit."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxaccel.data._checks import as_count
+from jaxaccel.data._images import check_images, check_key, gather_pixels
 
 _MODES = ("reflect", "constant", "edge")
 
@@ -55,7 +54,7 @@ def random_crop_flip(
       >>> bool((still == images).all())
       True
     """
-    _check_key(key)
+    check_key(key)
     _check(images, pad, mode)
     batch, height, width, _ = images.shape
     key_shift, key_flip = jax.random.split(key)
@@ -65,34 +64,19 @@ def random_crop_flip(
     if flip:
         mirrored = jax.random.bernoulli(key_flip, 0.5, (batch, 1))
         columns = jnp.where(mirrored, columns[:, ::-1], columns)
-    cropped = _gather(images, _fold(rows, height, mode), _fold(columns, width, mode))
+    cropped = gather_pixels(images, _fold(rows, height, mode), axis=1)
+    cropped = gather_pixels(cropped, _fold(columns, width, mode), axis=2)
     if mode != "constant":
         return cropped
     inside = _is_inside(rows, height)[:, :, None] & _is_inside(columns, width)[:, None]
     return jnp.where(inside[..., None], cropped, jnp.zeros((), images.dtype))
 
 
-def _check_key(key: Any) -> None:
-    if not isinstance(key, jax.Array):
-        raise TypeError(
-            f"key must be a PRNG key, jax.random.key(seed), got {type(key).__name__}"
-        )
-
-
 def _check(images: jax.Array, pad: int, mode: str) -> None:
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {_MODES}, got {mode!r}")
     as_count("pad", pad, 0)
-    if images.ndim != 4:
-        raise ValueError(
-            f"images must be (batch, height, width, channels), got shape "
-            f"{images.shape}; gray images need a trailing axis of 1"
-        )
-    if images.dtype != jnp.uint8:
-        raise TypeError(
-            f"images must be uint8, got {images.dtype}; augment before normalizing, "
-            "it is exact and moves a quarter of the bytes"
-        )
+    check_images(images, floating=False)
     smallest = min(images.shape[1:3])
     if mode == "reflect" and pad >= smallest:
         raise ValueError(
@@ -110,12 +94,3 @@ def _fold(positions: jax.Array, size: int, mode: str) -> jax.Array:
 
 def _is_inside(positions: jax.Array, size: int) -> jax.Array:
     return (positions >= 0) & (positions < size)
-
-
-def _gather(images: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
-    # take_along_axis batches over the images, so that a sharded batch stays
-    # sharded; one gather with an index for the image would collect it.
-    # Every index is in range; telling so spares XLA the masks.
-    mode = "promise_in_bounds"
-    images = jnp.take_along_axis(images, rows[:, :, None, None], axis=1, mode=mode)
-    return jnp.take_along_axis(images, columns[:, None, :, None], axis=2, mode=mode)
