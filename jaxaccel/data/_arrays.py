@@ -16,10 +16,6 @@ class ArrayStore(Store):
       columns: Array of each column, `(examples, ...)`, booleans, integers or real
         floats. They are referenced, not copied.
 
-    Attributes:
-      columns: The arrays by name, read-only as a mapping.
-      spec: `ColumnSpec` (shape of one example, dtype) by name.
-
     Raises:
       TypeError: If a column is no NumPy array or has an unsupported dtype.
       ValueError: If there is no column or no example, or lengths differ.
@@ -37,7 +33,7 @@ class ArrayStore(Store):
 
     def __init__(self, columns: Mapping[str, np.ndarray]):
         _check_columns(columns)
-        self.columns = types.MappingProxyType(dict(columns))
+        self._columns = dict(columns)
         super().__init__(
             {
                 name: ColumnSpec(array.shape[1:], array.dtype.newbyteorder("="))
@@ -46,25 +42,33 @@ class ArrayStore(Store):
         )
         self._length = len(next(iter(columns.values())))
 
+    @property
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """The arrays by name, read-only as a mapping."""
+        return types.MappingProxyType(self._columns)
+
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, rows: slice) -> "ArrayStore":
         """A store over a slice of the rows, sharing their memory."""
         slice_range(rows, self._length)
-        return ArrayStore({name: c[rows] for name, c in self.columns.items()})
+        return ArrayStore({name: c[rows] for name, c in self._columns.items()})
 
     def fingerprint(self) -> str:
         """See `Store.fingerprint`; here it covers every byte."""
         return digest(
             [
-                [name, str(c.dtype), c.shape, zlib.crc32(np.ascontiguousarray(c).data)]
-                for name, c in self.columns.items()
+                [name, str(c.dtype), c.shape, self._checksum(name)]
+                for name, c in self._columns.items()
             ]
         )
 
+    def _checksum(self, name: str) -> object:
+        return zlib.crc32(np.ascontiguousarray(self._columns[name]).data)
+
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return {name: gather(c, rows) for name, c in self.columns.items()}
+        return {name: gather(c, rows) for name, c in self._columns.items()}
 
 
 def _check_columns(columns: Mapping[str, np.ndarray]) -> None:

@@ -1,26 +1,212 @@
 """Stores of `.npy` and IDX files: a file of either, or a folder of `<column>.npy`."""
 
+import contextlib
+import io
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
 
 from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._files import open_array
-from jaxaccel.data._formats import Format, OpenOptions
-from jaxaccel.data._store import Store
+from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
+from jaxaccel.data._mapped import MappedStore
+from jaxaccel.data._sidecar import BlockCrcs, sync
+from jaxaccel.data._store import ColumnSpec, Store
+
+_CHUNK = 1 << 22
+
+
+def open_columns(columns: Mapping[str, object], *, checksums: bool) -> ArrayStore:
+    """Opens arrays and paths of `.npy` and IDX files as one store."""
+    sources = {
+        name: Path(column) if isinstance(column, (str, os.PathLike)) else column
+        for name, column in columns.items()
+    }
+    if not any(isinstance(source, Path) for source in sources.values()):
+        return ArrayStore(sources)  # type: ignore
+    return MappedStore(sources, checksums=checksums)  # type: ignore
 
 
 def _open(path: Path, options: OpenOptions) -> Store:
-    del options
     if path.is_dir():
-        return ArrayStore(
-            {file.stem: open_array(file) for file in sorted(path.glob("*.npy"))}
-        )
-    array = open_array(path)
-    name = "image" if array.ndim >= 3 else "label"
-    return ArrayStore({path.stem if path.suffix == ".npy" else name: array})
+        files = {_column(file): file for file in sorted(path.glob("*.npy"))}
+    elif path.suffix == ".npy":
+        files = {_column(path): path}
+    else:
+        files = {"image" if open_array(path).ndim >= 3 else "label": path}
+    return MappedStore(files, checksums=options.checksums)
 
 
 def _recognizes(head: bytes) -> bool:
     return head.startswith(b"\x93NUMPY")
 
 
-FORMAT = Format("npy", (".npy",), _recognizes, _open, None)
+def _create(
+    path: Path, spec: Mapping[str, ColumnSpec], options: WriteOptions
+) -> "NpyWriter":
+    return NpyWriter(path, spec, options.length)
+
+
+FORMAT = Format("npy", (".npy",), _recognizes, _open, _create)
+
+
+class NpyWriter:
+    """Writes a folder of `<column>.npy`, each with its checksums.
+
+    A slash in a column's name becomes `%2F` in its file's name.
+
+    Args:
+      path: The folder, which must not exist.
+      spec: The columns.
+      length: How many examples will be written.
+    """
+
+    def __init__(self, path: Path, spec: Mapping[str, ColumnSpec], length: int):
+        path.mkdir()
+        self._start(path, spec, length)
+        try:
+            for name in spec:
+                self._files[name] = _file(path, name).open("xb", buffering=0)
+                self._append(name, _header(spec[name], length))
+        except BaseException:
+            self.abort()
+            raise
+
+    def _start(self, path: Path, spec: Mapping[str, ColumnSpec], length: int) -> None:
+        self._path, self._spec, self._length = path, dict(spec), length
+        self._files: dict[str, BinaryIO] = {}
+        self._crcs = {name: BlockCrcs() for name in spec}
+        self.rows = 0
+
+    @classmethod
+    def resume(
+        cls,
+        path: Path,
+        spec: Mapping[str, ColumnSpec],
+        length: int,
+        rows: int,
+        digests: Mapping[str, int],
+    ) -> "NpyWriter | None":
+        """Continues a folder that was left unfinished.
+
+        Args:
+          path: The folder.
+          spec: The columns.
+          length: How many examples there will be.
+          rows: How many of them are known to be there; more are cut off.
+          digests: What `checkpoint` returned at that time.
+
+        Returns:
+          The writer, or None where the files are not as they were.
+        """
+        writer = cls.__new__(cls)
+        writer._start(path, spec, length)
+        try:
+            intact = all(writer._reopen(name, rows, digests.get(name)) for name in spec)
+        except FileNotFoundError:
+            intact = False
+        except BaseException:
+            writer.abort()
+            raise
+        if not intact:
+            writer.abort()
+            return None
+        writer.rows = rows
+        return writer
+
+    def write(self, batch: Mapping[str, np.ndarray]) -> None:
+        """See `Writer.write`."""
+        lengths = {len(batch[name]) for name in self._spec}
+        count = lengths.pop()
+        if lengths or self.rows + count > self._length:
+            raise ValueError(
+                f"{self._length} examples of {list(self._spec)} were announced, got "
+                f"batches that do not fit after {self.rows}"
+            )
+        for name, spec in self._spec.items():
+            array = np.ascontiguousarray(batch[name])
+            if array.dtype != spec.dtype or array.shape[1:] != spec.shape:
+                raise ValueError(
+                    f"column {name!r} must be {spec.dtype}{list(spec.shape)}, got "
+                    f"{array.dtype}{list(array.shape[1:])}"
+                )
+            self._append(name, array.reshape(-1).view(np.uint8).data)
+        self.rows += count
+
+    def checkpoint(self) -> dict[str, int]:
+        """Brings all rows so far onto the disk; returns a number for each column."""
+        for file in self._files.values():
+            sync(file)
+        return {name: crcs.digest() for name, crcs in self._crcs.items()}
+
+    def finish(self) -> None:
+        """See `Writer.finish`."""
+        if self.rows != self._length:
+            raise ValueError(f"{self._length} examples were announced, got {self.rows}")
+        self.checkpoint()
+        self.abort()
+        for name, crcs in self._crcs.items():
+            crcs.save(_file(self._path, name))
+        sync_folder(self._path)
+
+    def abort(self) -> None:
+        """See `Writer.abort`."""
+        for file in self._files.values():
+            file.close()
+
+    def _append(self, name: str, content: bytes | memoryview) -> None:
+        self._crcs[name].update(content)
+        rest = memoryview(content)
+        while rest:
+            # An unbuffered file may take less than it is given.
+            rest = rest[self._files[name].write(rest) :]
+
+    def _reopen(self, name: str, rows: int, digest: int | None) -> bool:
+        spec = self._spec[name]
+        header = _header(spec, self._length)
+        row_bytes = int(np.prod(spec.shape, dtype=np.int64)) * spec.dtype.itemsize
+        size = len(header) + rows * row_bytes
+        file = self._files[name] = _file(self._path, name).open("r+b", buffering=0)
+        if file.seek(0, os.SEEK_END) < size:
+            return False
+        file.seek(0)
+        crcs = self._crcs[name]
+        while crcs.size < size:
+            content = file.read(min(_CHUNK, size - crcs.size))
+            if not crcs.size and content[: len(header)] != header:
+                return False
+            crcs.update(content)
+        file.truncate()
+        return crcs.digest() == digest
+
+
+def sync_folder(path: Path) -> None:
+    """Brings the names in a folder onto the disk, where the system can."""
+    with contextlib.suppress(PermissionError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _header(spec: ColumnSpec, length: int) -> bytes:
+    content = io.BytesIO()
+    fields = {
+        "descr": np.lib.format.dtype_to_descr(spec.dtype),
+        "fortran_order": False,
+        "shape": (length, *spec.shape),
+    }
+    np.lib.format.write_array_header_1_0(content, fields)
+    return content.getvalue()
+
+
+def _file(folder: Path, column: str) -> Path:
+    return folder / (column.replace("%", "%25").replace("/", "%2F") + ".npy")
+
+
+def _column(file: Path) -> str:
+    return file.stem.replace("%2F", "/").replace("%25", "%")

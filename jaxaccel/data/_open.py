@@ -14,7 +14,6 @@ import numpy as np
 from jaxaccel.data import _npy
 from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._errors import DataCorruptionError
-from jaxaccel.data._files import open_array
 from jaxaccel.data._formats import Format, OpenOptions
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
 
@@ -100,7 +99,8 @@ def open_store(
     options = OpenOptions(columns, image_size, image_mode, checksums, num_threads)
     _check_options(options, format)
     if isinstance(source, Mapping):
-        return ArrayStore({name: _open_column(c) for name, c in source.items()})
+        columns = {name: _as_column(column) for name, column in source.items()}
+        return _npy.open_columns(columns, checksums=checksums)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
             f"open_store takes a path or a mapping of columns, got "
@@ -196,9 +196,7 @@ def _open_folder(path: Path, chosen: Format | None, options: OpenOptions) -> Sto
     )
 
 
-def _open_column(column: Any) -> Any:
-    if isinstance(column, (str, os.PathLike)):
-        return open_array(column)
+def _as_column(column: Any) -> Any:
     if isinstance(column, jax.Array):
         return np.asarray(column)
     return column

@@ -70,7 +70,7 @@ class BlockCrcs:
 
     def digest(self) -> int:
         """One number that stands for all bytes so far."""
-        return zlib.crc32(self.values().tobytes(), self.size & 0xFFFFFFFF)
+        return _digest(self.size, self.values())
 
     def save(self, path: Path) -> None:
         """Writes the sidecar of `path`."""
@@ -138,6 +138,10 @@ class Checksums:
             raise DataCorruptionError(path, None, min(size, found), reason)
         return cls(path, size, crcs)
 
+    def digest(self) -> int:
+        """One number that stands for the whole file."""
+        return _digest(self.size, self.crcs)
+
     def check(
         self,
         data: np.ndarray,
@@ -204,6 +208,10 @@ class Checksums:
             f"{sidecar_path(self.path).name}"
         )
         return DataCorruptionError(self.path, record, block * BLOCK, reason)
+
+
+def _digest(size: int, crcs: np.ndarray) -> int:
+    return zlib.crc32(crcs.tobytes(), zlib.crc32(str(size).encode()))
 
 
 def _parse(source: Path, file: BinaryIO) -> tuple[int, np.ndarray]:

@@ -34,9 +34,6 @@ class Store(abc.ABC):
     Args:
       spec: `ColumnSpec` (shape of one example, dtype) by name.
 
-    Attributes:
-      spec: The same, read-only.
-
     Examples:
       >>> import numpy as np
       >>> from jaxaccel.data import ColumnSpec, Store
@@ -54,7 +51,13 @@ class Store(abc.ABC):
     """
 
     def __init__(self, spec: Mapping[str, ColumnSpec]):
-        self.spec = types.MappingProxyType(dict(spec))
+        # A plain dict, because stores are pickled and a read-only view cannot be.
+        self._spec = dict(spec)
+
+    @property
+    def spec(self) -> Mapping[str, ColumnSpec]:
+        """`ColumnSpec` (shape of one example, dtype) by name, read-only."""
+        return types.MappingProxyType(self._spec)
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
