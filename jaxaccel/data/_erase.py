@@ -56,7 +56,7 @@ def cutout(
       >>> import jax.numpy as jnp
       >>> from jaxaccel.data import cutout
       >>> images = jnp.ones((1, 4, 4, 1), jnp.uint8)
-      >>> cutout(jax.random.key(3), images, 2)[0, :, :, 0].tolist()
+      >>> cutout(jax.random.key(0), images, 2)[0, :, :, 0].tolist()
       [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1]]
 
     References:

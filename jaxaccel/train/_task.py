@@ -90,10 +90,13 @@ def classification_loss(
     .. math:: \ell_i = -\sum_c y_{ic} \log \mathrm{softmax}(z_i)_c
 
     A label that is no class gives a loss of NaN, so that it cannot go unnoticed.
+    Where labels are soft, as `jaxaccel.data.mixup` makes them, the class of the
+    largest share counts as the right one for the accuracy.
 
     Args:
       logits: Shape `[batch, classes]`, any floating dtype; computed in float32.
-      batch: Holds `label`, integers of shape `[batch]`.
+      batch: Holds `label`: integers of shape `[batch]`, or soft labels, floating of
+        shape `[batch, classes]`.
       label_smoothing: Share of the target spread evenly over all classes, 0 to 1.
 
     Returns:
@@ -103,7 +106,7 @@ def classification_loss(
     Raises:
       ValueError: If the shapes do not fit each other, or `label_smoothing` is not
         in 0 to 1.
-      TypeError: If the labels are not integers.
+      TypeError: If the labels are neither integers nor soft labels.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -117,24 +120,36 @@ def classification_loss(
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing must be in 0 to 1; got {label_smoothing}")
     labels = jnp.asarray(batch["label"])
-    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+    soft = labels.ndim == 2 and jnp.issubdtype(labels.dtype, jnp.floating)
+    if logits.ndim != 2 or labels.shape != (logits.shape if soft else logits.shape[:1]):
         raise ValueError(
-            "classification_loss needs logits [batch, classes] and labels [batch]; "
-            f"got {logits.shape} and {labels.shape}"
-        )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(
-            f"labels must be class numbers of an integer dtype, not {labels.dtype}"
+            "classification_loss needs logits [batch, classes] and labels [batch], or "
+            f"soft labels [batch, classes]; got {logits.shape} and {labels.shape}"
         )
     logits = logits.astype(jnp.float32)
     classes = logits.shape[-1]
-    labels = labels.astype(jnp.int32)
-    targets = jax.nn.one_hot(labels, classes, dtype=jnp.float32)
+    if soft:
+        targets, right = labels.astype(jnp.float32), labels.argmax(axis=-1)
+        is_class = jnp.isfinite(targets).all(axis=-1)
+    else:
+        _check_class_numbers(labels)
+        right = labels.astype(jnp.int32)
+        targets = jax.nn.one_hot(right, classes, dtype=jnp.float32)
+        is_class = (right >= 0) & (right < classes)
+    # Not through the targets: a masked example's NaN would reach the gradient.
+    targets = jnp.where(is_class[:, None], targets, 0.0)
     targets = targets * (1.0 - label_smoothing) + label_smoothing / classes
-    is_class = (labels >= 0) & (labels < classes)
     losses = jnp.where(is_class, optax.softmax_cross_entropy(logits, targets), jnp.nan)
-    correct = (logits.argmax(axis=-1) == labels).astype(jnp.float32)
+    correct = (logits.argmax(axis=-1) == right).astype(jnp.float32)
     return losses, {"accuracy": correct}
+
+
+def _check_class_numbers(labels: jax.Array) -> None:
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"labels must be class numbers of an integer dtype, not {labels.dtype}; "
+            "soft labels are [batch, classes]"
+        )
 
 
 def reduce_loss(result: Any, batch: Batch) -> tuple[jax.Array, Metrics]:

@@ -278,3 +278,47 @@ def test_classification_loss_checks_labels():
         train.classification_loss(logits, {"label": jnp.zeros(3, jnp.int32)})
     with pytest.raises(TypeError, match="integer dtype, not float32"):
         train.classification_loss(logits, {"label": jnp.zeros(4)})
+
+
+def test_classification_loss_of_soft_labels(rng):
+    logits = rng.standard_normal((6, 5)).astype(np.float32) * 10
+    soft = rng.dirichlet(np.ones(5), 6).astype(np.float32)
+    z = logits.astype(np.float64)
+    log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    for smoothing in (0.0, 0.1):
+        target = soft * (1 - smoothing) + smoothing / 5
+        losses, metrics = train.classification_loss(
+            jnp.asarray(logits), {"label": soft}, label_smoothing=smoothing
+        )
+        np.testing.assert_allclose(losses, -(target * log_p).sum(-1), rtol=1e-5)
+    np.testing.assert_array_equal(metrics["accuracy"], z.argmax(-1) == soft.argmax(-1))
+    hard = rng.integers(0, 5, 6).astype(np.uint8)
+    as_soft = jnp.asarray(np.eye(5, dtype=np.float32)[hard])
+    for got, wanted in zip(
+        jax.tree.leaves(
+            train.classification_loss(jnp.asarray(logits), {"label": as_soft})
+        ),
+        jax.tree.leaves(
+            train.classification_loss(jnp.asarray(logits), {"label": hard})
+        ),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, wanted)
+    with pytest.raises(ValueError, match=r"soft labels .*\(6, 5\) and \(6, 4\)"):
+        train.classification_loss(jnp.asarray(logits), {"label": soft[:, :4]})
+
+
+def test_a_masked_label_that_is_no_class_leaves_the_gradient_alone():
+    soft = jnp.array([[1.0, 0.0], [jnp.nan, jnp.nan]])
+    for label in (soft, jnp.array([0, 2], jnp.uint8)):
+        batch = {"label": label, "mask": jnp.array([True, False])}
+
+        def loss(logits, batch=batch):
+            losses, _ = train.classification_loss(logits, batch)
+            assert losses.shape == (2,)
+            return train.masked_mean(losses, batch)
+
+        gradient = jax.grad(loss)(jnp.zeros((2, 2)))
+        np.testing.assert_allclose(gradient, [[-0.5, 0.5], [0, 0]])
+        losses, _ = train.classification_loss(jnp.zeros((2, 2)), batch)
+        assert np.isnan(losses).tolist() == [False, True]
