@@ -8,6 +8,8 @@ Measured against normalizing to float32 on the host, for batches of 1024x32x32x3
   uint8, plain       X[i]; device_put; wait
   uint8              jaxaccel's Loader and to_device; wait
   uint8, normalized  the same, and the jitted normalizer; wait
+  ..., first conv    with `--large`: float32, naive and uint8, each until the output
+                     of a ResNet's first convolution (7x7, stride 2, 64 features)
 
 Labels travel along, int32 in the usual way and uint8 here. The CPU backend
 adopts an aligned host buffer instead of copying it; jaxaccel's batches are
@@ -19,6 +21,7 @@ import itertools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxaccel.data import ArrayStore, BatchPlan, Loader, make_normalizer, to_device
@@ -30,6 +33,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 NAIVE, CAREFUL = "float32, naive", "float32, careful"
 PLAIN, OURS, READY = "uint8, plain", "uint8", "uint8, normalized"
+NAIVE_CONV, OURS_CONV = "float32, naive, first conv", "uint8, first conv"
 
 
 def main(arguments: list[str] | None = None) -> Record:
@@ -69,6 +73,8 @@ def measure(options: argparse.Namespace) -> Record:
     labels = rng.integers(10, size=options.examples, dtype=np.uint8)
     plan = BatchPlan(options.examples, options.batch_size)
     contenders, sent = make_contenders(images, labels, plan)
+    if options.large:
+        contenders |= with_first_conv(contenders)
 
     # Several, for the first one of a turn pays for memory that the others freed.
     def several(name):
@@ -140,6 +146,26 @@ def make_contenders(images, labels, plan):
     return contenders, sent
 
 
+def with_first_conv(contenders):
+    """Both ways, up to the output of the first convolution, in one jit."""
+    rng = np.random.default_rng(1)
+    kernel = jnp.asarray(rng.standard_normal((7, 7, 3, 64), np.float32))
+    normalize = make_normalizer(MEAN, STD)
+
+    def first_conv(images, kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            images, kernel, (2, 2), "SAME", dimension_numbers=dims
+        )
+
+    naive = jax.jit(first_conv)
+    ours = jax.jit(lambda images, kernel: first_conv(normalize(images), kernel))
+    return {
+        NAIVE_CONV: lambda: naive(contenders[NAIVE]()["image"], kernel),
+        OURS_CONV: lambda: ours(contenders[OURS]()["image"], kernel),
+    }
+
+
 def describe(options, rounds, sent) -> Record:
     name = "host_to_device_large" if options.large else "host_to_device"
     batch = f"{options.batch_size}x{options.size}x{options.size}x3"
@@ -157,7 +183,8 @@ def describe(options, rounds, sent) -> Record:
         unit="ms a batch",
         rounds=rounds,
         ratios=[
-            *(f"{a} / {b}" for b in (OURS, READY, PLAIN) for a in (NAIVE, CAREFUL))
+            *(f"{a} / {b}" for b in (OURS, READY, PLAIN) for a in (NAIVE, CAREFUL)),
+            *([f"{NAIVE_CONV} / {OURS_CONV}"] if options.large else []),
         ],
         figures={
             **{f"bytes a batch, {key}": sent[key] for key in (NAIVE, OURS)},
@@ -172,7 +199,8 @@ def headline(batch, large) -> list[Headline]:
     sooner = f"Sooner on the device, {batch}"
     ours = Headline(f"{sooner}: uint8", usual, f"{NAIVE} / {OURS}")
     if large:
-        return [ours]
+        conv = f"{NAIVE_CONV} / {OURS_CONV}"
+        return [ours, Headline(f"{sooner}, and its first convolution", usual, conv)]
     return [
         Headline(
             f"Fewer bytes handed to `device_put`, {batch} and labels",
