@@ -74,40 +74,65 @@ class MappedStore(ArrayStore):
         return [self._guards[name].checksums.digest(), rows]
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        if self._guards:
-            places = self._rows.start + self._rows.step * rows
-            for guard in self._guards.values():
-                guard.check(places)
+        for guard in self._guards.values():
+            if not guard.checksums.complete:
+                guard.check(self._places(rows))
         return super()._read(rows)
+
+    def _places(self, rows: np.ndarray) -> np.ndarray:
+        if (self._rows.start, self._rows.step) == (0, 1):
+            return rows
+        return self._rows.start + self._rows.step * rows
 
 
 class _Guard:
-    """Compares rows of one file with its checksums."""
+    """Compares rows of one file with its checksums.
+
+    Rows are remembered in groups of about a block: one look-up for each row tells
+    a batch that was read before.
+    """
 
     def __init__(self, checksums: Checksums, data: np.ndarray):
         self.checksums, self._data = checksums, data
-        self._header, self._row_bytes, self._contiguous = 0, 0, False
+        # Before anything is believed that the file's own header says.
+        self._check(np.array([0]), np.minimum([len(data)], BLOCK))
 
     def locate(self, array: np.ndarray) -> None:
-        """Says where the rows are, once the file's own header is trusted."""
+        """Says where the rows are, once the header may be believed."""
         self._header = len(self._data) - array.nbytes
-        self._row_bytes = array[:1].nbytes
+        self._row_bytes, self._rows = max(1, array[:1].nbytes), len(array)
+        self._shift = (BLOCK // self._row_bytes).bit_length()
+        self._seen = np.zeros((self._rows >> self._shift) + 1, bool)
         self._contiguous = array.flags.c_contiguous
         if not isinstance(array.base, np.memmap):
             self.check_all()
+        self._check(np.array([0]), np.array([self._header]))
 
     def check(self, rows: np.ndarray) -> None:
         if not self._contiguous:
             return self.check_all()
-        starts = self._header + rows * self._row_bytes
-        self.checksums.check(self._data, starts, starts + self._row_bytes, rows)
-
-    def check_header(self) -> None:
-        stop = np.minimum([len(self._data)], max(self._header, BLOCK))
-        self.checksums.check(self._data, np.array([0]), stop)
+        groups = rows >> self._shift
+        if self._seen[groups].all():
+            return None
+        self._check(*self._range(rows, rows + 1), rows)
+        groups = np.unique(groups[~self._seen[groups]])
+        first, size = groups << self._shift, 1 << self._shift
+        whole = self._range(first, np.minimum(first + size, self._rows))
+        self._seen[groups] = self.checksums.seen(*whole)
 
     def check_all(self) -> None:
         self.checksums.check_all(self._data)
+
+    def _range(
+        self, first: np.ndarray, last: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        start = self._header
+        return start + first * self._row_bytes, start + last * self._row_bytes
+
+    def _check(
+        self, starts: np.ndarray, stops: np.ndarray, rows: np.ndarray | None = None
+    ) -> None:
+        self.checksums.check(self._data, starts, stops, rows)
 
 
 def _open(
@@ -119,9 +144,6 @@ def _open(
     if found is None or not found.size:
         return open_array(source), None
     guard = _Guard(found, np.memmap(source, np.uint8, "r"))
-    # Before anything is believed that the header says.
-    guard.check_header()
     array = open_array(source)
     guard.locate(array)
-    guard.check_header()
     return array, guard

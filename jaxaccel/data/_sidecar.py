@@ -100,12 +100,13 @@ class Checksums:
       path: The data file.
       size: Its size in bytes.
       crcs: CRC-32 of each block of 64 KiB.
+      complete: Whether every block was compared.
     """
 
     def __init__(self, path: Path, size: int, crcs: np.ndarray):
         self.path, self.size, self.crcs = path, size, crcs
         self._seen = np.zeros(len(crcs), bool)
-        self._complete = not len(crcs)
+        self.complete = not len(crcs)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Checksums | None":
@@ -160,7 +161,7 @@ class Checksums:
         Raises:
           DataCorruptionError: If a block differs; `offset` is where it begins.
         """
-        if self._complete or not len(starts):
+        if self.complete or not len(starts):
             return
         full = stops > starts
         if not full.all():
@@ -175,11 +176,19 @@ class Checksums:
                 hit = (starts < (block + 1) * BLOCK) & (stops > block * BLOCK)
                 owner = None if records is None else int(records[hit][0])
                 raise self._error(int(block), owner)
-        self._complete = bool(self._seen.all())
+        self.complete = bool(self._seen.all())
 
     def check_all(self, data: np.ndarray) -> None:
         """Compares every block; see `check`."""
         self.check(data, np.array([0]), np.array([self.size]))
+
+    def seen(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Whether all blocks of each range, none empty, were compared before."""
+        first, last = starts // BLOCK, (stops - 1) // BLOCK
+        result = self._seen[first]
+        for step in range(1, int((last - first).max(initial=-1)) + 1):
+            result &= self._seen[np.minimum(first + step, last)]
+        return result
 
     def _unseen(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         longest = int((last - first).max(initial=-1)) + 1
