@@ -16,17 +16,22 @@ from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._labels import one_hot
 from jaxaccel.data._loader import Loader, LoaderStats
 from jaxaccel.data._mix import cutmix, mixup
+from jaxaccel.data._mixture import Mixture, MixturePlan
 from jaxaccel.data._named import NamedDataset, load_dataset
 from jaxaccel.data._normalize import make_normalizer
 from jaxaccel.data._open import open_store
+from jaxaccel.data._packing import PackedStore, pack_sequences
 from jaxaccel.data._plan import BatchPlan, Plan
 from jaxaccel.data._resident import DeviceDataset, ResidentBatches
+from jaxaccel.data._sampling import ClassBalancedPlan, WeightedPlan, balanced_weights
+from jaxaccel.data._sequences import StreamPlan, WindowStore, windows
 from jaxaccel.data._statistics import mean_and_std
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
 
 __all__ = (
     "ArrayStore",
     "BatchPlan",
+    "ClassBalancedPlan",
     "ColumnSpec",
     "ConcatStore",
     "DataCorruptionError",
@@ -35,10 +40,17 @@ __all__ = (
     "DeviceDataset",
     "Loader",
     "LoaderStats",
+    "Mixture",
+    "MixturePlan",
     "NamedDataset",
+    "PackedStore",
     "Plan",
     "ResidentBatches",
     "Store",
+    "StreamPlan",
+    "WeightedPlan",
+    "WindowStore",
+    "balanced_weights",
     "color_jitter",
     "cutmix",
     "cutout",
@@ -49,9 +61,11 @@ __all__ = (
     "one_hot",
     "open_store",
     "pack_bits",
+    "pack_sequences",
     "random_crop_flip",
     "random_erasing",
     "random_resized_crop",
     "to_device",
     "unpack_bits",
+    "windows",
 )

@@ -11,7 +11,7 @@ import numpy as np
 from jaxaccel.data import _permute
 from jaxaccel.data._checks import as_count
 
-_REMAINDERS = ("drop", "pad")
+REMAINDERS = ("drop", "pad")
 
 # From here on a table of the permutation would take 400 MB and more.
 _TABLE_LIMIT = 100_000_000
@@ -197,7 +197,8 @@ class Plan(abc.ABC):
 
     def _identity(self) -> tuple[object, ...]:
         order = json.dumps(self.fingerprint(), sort_keys=True)
-        return type(self), order, self.epochs, self.process_index, self.process_count
+        length = self.epochs, self.steps_per_epoch
+        return type(self), order, length, self.process_index, self.process_count
 
     def _local(self) -> np.ndarray:
         start = self.process_index * self.local_batch_size
@@ -266,9 +267,9 @@ class BatchPlan(Plan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.remainder not in _REMAINDERS:
+        if self.remainder not in REMAINDERS:
             raise ValueError(
-                f"remainder must be one of {_REMAINDERS}, got {self.remainder!r}"
+                f"remainder must be one of {REMAINDERS}, got {self.remainder!r}"
             )
         if self.batch_size > self.num_examples:
             raise ValueError(
