@@ -1,6 +1,5 @@
 """Stores of `.npy` and IDX files: a file of either, or a folder of `<column>.npy`."""
 
-import contextlib
 import io
 import os
 from collections.abc import Mapping
@@ -10,10 +9,11 @@ from typing import BinaryIO
 import numpy as np
 
 from jaxaccel.data._arrays import ArrayStore
+from jaxaccel.data._disk import sync, sync_folder
 from jaxaccel.data._files import open_array
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
 from jaxaccel.data._mapped import MappedStore
-from jaxaccel.data._sidecar import BlockCrcs, sync
+from jaxaccel.data._sidecar import BlockCrcs
 from jaxaccel.data._store import ColumnSpec, Store
 
 _CHUNK = 1 << 22
@@ -181,16 +181,6 @@ class NpyWriter:
             crcs.update(content)
         file.truncate()
         return crcs.digest() == digest
-
-
-def sync_folder(path: Path) -> None:
-    """Brings the names in a folder onto the disk, where the system can."""
-    with contextlib.suppress(PermissionError):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _header(spec: ColumnSpec, length: int) -> bytes:

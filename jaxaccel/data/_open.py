@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxaccel.data import _npy
+from jaxaccel.data import _arrow, _npy, _parquet, _remote
 from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import Format, OpenOptions
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
 
-FORMATS: dict[str, Format] = {module.FORMAT.name: module.FORMAT for module in (_npy,)}
+FORMATS: dict[str, Format] = {
+    module.FORMAT.name: module.FORMAT for module in (_npy, _arrow, _parquet)
+}
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?P<suffix>.*)")
 _HEAD = 64
 
@@ -65,6 +67,9 @@ def open_store(
           `image` where it has three axes or more, else `label`;
         - a pattern of sharded files, `train-*-of-00008.arrow`; none of the
           promised number may be missing;
+        - an address, `https://`, `s3://`, `gs://` or another that fsspec knows, of
+          any of these: fetched once into the cache folder (needs
+          `jaxaccel[remote]`);
         - the path of a folder: with one `<column>.npy` for each column, or with
           the files of one other format.
       format: Name of the format, where it should not be recognized.
@@ -81,6 +86,7 @@ def open_store(
     Raises:
       DataCorruptionError: If a file is damaged.
       FileNotFoundError: If a file is missing.
+      OSError: If an address does not deliver.
       TypeError: If a column is neither array nor path, or has an unsupported
         dtype.
       ValueError: If the store would be empty, the columns differ in length, or a
@@ -106,15 +112,32 @@ def open_store(
             f"open_store takes a path or a mapping of columns, got "
             f"{type(source).__name__}; name the columns: open_store({{'image': x}})"
         )
-    chosen = FORMATS[format] if format else None
-    path = Path(source)
-    if "*" in path.name:
-        return _open_files(shards(path), chosen, options)
-    if not path.exists():
-        raise FileNotFoundError(f"no data file or folder at {path}; check the path")
-    if path.is_dir():
-        return _open_folder(path, chosen, options)
-    return _open_files([path], chosen, options)
+    return _open_all(resolve(source, FORMATS[format] if format else None), options)
+
+
+def resolve(
+    source: str | os.PathLike[str], chosen: Format | None
+) -> list[tuple[Path, Format]]:
+    """Returns the files that make up a data set, remote ones after fetching them.
+
+    Args:
+      source: A path, a pattern or an address; see `open_store`.
+      chosen: Their format; None recognizes it.
+
+    Returns:
+      Each file, or the folder, of which a format makes one store.
+    """
+    if _remote.is_remote(source):
+        paths = _remote.fetch(str(source))
+    elif "*" in Path(source).name:
+        paths = shards(Path(source))
+    else:
+        paths = [Path(source)]
+    if not paths[0].exists():
+        raise FileNotFoundError(f"no data file or folder at {paths[0]}; check the path")
+    if paths[0].is_dir():
+        return _resolve_folder(paths[0], chosen)
+    return [(path, chosen or detect(path)) for path in paths]
 
 
 def shards(pattern: Path) -> list[Path]:
@@ -127,7 +150,11 @@ def shards(pattern: Path) -> list[Path]:
       FileNotFoundError: If no file matches, or a shard is missing.
       ValueError: If the files belong to several sharded sets.
     """
-    files = sorted(file for file in pattern.parent.glob(pattern.name) if file.is_file())
+    files = sorted(
+        file
+        for file in pattern.parent.glob(pattern.name)
+        if file.is_file() and not _is_companion(file)
+    )
     if not files:
         raise FileNotFoundError(f"no file matches {pattern}; check the path")
     return complete(files)
@@ -174,26 +201,38 @@ def detect(path: Path) -> Format:
     return _npy.FORMAT
 
 
-def _open_files(files: list[Path], chosen: Format | None, options: OpenOptions):
-    stores = [(chosen or detect(file)).open(file, options) for file in files]
-    return stores[0] if len(stores) == 1 else ConcatStore(stores)
+def _open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
+    stores: list[Store] = []
+    try:
+        for path, known in files:
+            stores.append(known.open(path, options))
+        return stores[0] if len(stores) == 1 else ConcatStore(stores)
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
 
 
-def _open_folder(path: Path, chosen: Format | None, options: OpenOptions) -> Store:
+def _resolve_folder(path: Path, chosen: Format | None) -> list[tuple[Path, Format]]:
     files = [file for file in sorted(path.iterdir()) if file.is_file()]
     for known in [chosen] if chosen else FORMATS.values():
         mine = [file for file in files if file.name.endswith(known.suffixes)]
         if known is _npy.FORMAT and mine:
-            return known.open(path, options)
+            return [(path, known)]
         if mine and known.suffixes:
-            return _open_files(complete(mine), known, options)
+            return [(file, known) for file in complete(mine)]
     for known in [chosen] if chosen else FORMATS.values():
         if not known.suffixes:
-            return known.open(path, options)
+            return [(path, known)]
     raise ValueError(
         f"the folder {path} holds no <column>.npy file and none of another format; "
         "pass a mapping of column names to paths for other names"
     )
+
+
+def _is_companion(file: Path) -> bool:
+    # Checksums and indices, which lie beside the data.
+    return file.name.endswith((".crc.npz", ".idx.npz"))
 
 
 def _as_column(column: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from jaxaccel.data._disk import sync
 from jaxaccel.data._errors import DataCorruptionError
 
 BLOCK = 1 << 16
@@ -242,9 +243,3 @@ def _parse(source: Path, file: BinaryIO) -> tuple[int, np.ndarray]:
         reason = f"{crcs.shape} {crcs.dtype} checksums for {size} bytes"
         raise DataCorruptionError(source, None, 0, reason)
     return size, crcs
-
-
-def sync(file: BinaryIO) -> None:
-    """Brings all that was written to a file onto the disk."""
-    file.flush()
-    os.fsync(file.fileno())

@@ -1,0 +1,276 @@
+"""Files at an address, fetched whole into the cache folder."""
+
+import contextlib
+import errno
+import importlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from jaxaccel._fetch import data_root
+from jaxaccel.data._disk import require_space, sync, writable
+from jaxaccel.data._store import digest
+
+_CONNECT_SECONDS = 5.0
+# A server that sends nothing for so long has stalled.
+_STALL_SECONDS = 8.0
+_PAUSE_SECONDS = 0.2
+# Attempts in a row that bring nothing.
+_ATTEMPTS = 3
+_CHUNK = 4 << 20
+_PATTERN = re.compile(r"(?P<stem>.*)\*-of-(?P<count>\d+)(?P<suffix>.*)")
+_MOST_SHARDS = 100_000
+# What different servers call what changes with the content.
+_VERSIONS = (
+    "ETag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime",
+    "updated", "generation", "created",
+)  # fmt: skip
+
+
+def is_remote(source: str | os.PathLike[str]) -> bool:
+    """Whether a source is an address rather than a path."""
+    return isinstance(source, str) and "://" in source
+
+
+def fetch(address: str) -> list[Path]:
+    """Fetches files into the cache folder, unless they are there.
+
+    What is in the cache is used as long as the server says the same size, ETag and
+    time of modification.
+
+    Args:
+      address: Of one file, of a pattern of shards, or of a folder, where the
+        protocol can list one.
+
+    Returns:
+      The local files, in order, or the one local folder.
+
+    Raises:
+      FileNotFoundError: If there is no such file.
+      ImportError: If fsspec, or its part for the protocol, is not installed.
+      OSError: If the server does not deliver.
+      ValueError: If the pattern does not say how many files there are.
+    """
+    system = _filesystem(address)
+    addresses, is_folder = _expand(system, address)
+    remotes = [_describe(system, each) for each in addresses]
+    if is_folder:
+        place = _folder(remotes)
+        paths = [place / remote.name for remote in remotes]
+    else:
+        paths = [_folder([remote]) / remote.name for remote in remotes]
+    for remote, path in zip(remotes, paths, strict=True):
+        if not path.exists():
+            _fetch_file(system, remote, path)
+    return [paths[0].parent] if is_folder else paths
+
+
+def _folder(remotes: list["_Remote"]) -> Path:
+    key = digest([[r.address, r.size, r.version] for r in remotes])
+    folder = data_root() / "remote" / key
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class _Remote(NamedTuple):
+    address: str
+    name: str
+    size: int | None
+    version: dict[str, str]
+
+
+def _filesystem(address: str) -> Any:
+    protocol = address.partition("://")[0]
+    try:
+        fsspec = importlib.import_module("fsspec")
+        return fsspec.filesystem(protocol, **_options(protocol))
+    except ImportError as error:
+        raise ImportError(
+            f"{address} needs fsspec with its part for {protocol}: "
+            "pip install 'jaxaccel[remote]'"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{address}: {error}; use https://, s3:// or gs://") from None
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    # The clients' own time-outs are minutes, or none.
+    if protocol in ("http", "https"):
+        aiohttp = importlib.import_module("aiohttp")
+        limits = aiohttp.ClientTimeout(
+            total=None, connect=_CONNECT_SECONDS, sock_read=_STALL_SECONDS
+        )
+        return {"client_kwargs": {"timeout": limits, "trust_env": True}}
+    if protocol in ("s3", "s3a"):
+        limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _STALL_SECONDS}
+        return {"config_kwargs": {**limits, "retries": {"max_attempts": 1}}}
+    if protocol in ("gs", "gcs"):
+        return {"timeout": _STALL_SECONDS}
+    return {}
+
+
+def _expand(system: Any, address: str) -> tuple[list[str], bool]:
+    parent, _, name = address.rpartition("/")
+    if "*" in name:
+        return [f"{parent}/{each}" for each in _shard_names(address, name)], False
+    if _is_http(system):
+        return [address], False
+    with _explained(address):
+        if not system.isdir(address):
+            return [address], False
+        found = system.ls(address, detail=True)
+    protocol = address.partition("://")[0]
+    files = sorted(each["name"] for each in found if each["type"] == "file")
+    if not files:
+        raise FileNotFoundError(errno.ENOENT, "no files in the folder", address)
+    return [f"{protocol}://{each.partition('://')[2] or each}" for each in files], True
+
+
+def _shard_names(address: str, name: str) -> list[str]:
+    match = _PATTERN.fullmatch(name)
+    if match is None or "*" in match["stem"] or not int(match["count"]):
+        raise ValueError(
+            f"{address}: a server cannot be asked which files match; give a pattern "
+            "that says how many there are, such as train-*-of-00008.tfrecord"
+        )
+    count, width = int(match["count"]), len(match["count"])
+    if count > _MOST_SHARDS:
+        raise ValueError(f"{address} promises {count} files; {_MOST_SHARDS} at most")
+    return [
+        f"{match['stem']}{index:0{width}d}-of-{match['count']}{match['suffix']}"
+        for index in range(count)
+    ]
+
+
+def _describe(system: Any, address: str) -> _Remote:
+    name = address.partition("?")[0].rstrip("/").rpartition("/")[2]
+    if _is_http(system):
+        with _explained(address):
+            stream = _stream(system, address, {})
+        with stream:
+            headers = stream.r.headers
+            size, encoding = headers.get("Content-Length"), "Content-Encoding"
+            info = {"size": int(size)} if size and encoding not in headers else {}
+            info |= {tag: headers[tag] for tag in _VERSIONS if tag in headers}
+    else:
+        with _explained(address):
+            info = system.info(address)
+    version = {tag: str(info[tag]) for tag in _VERSIONS if info.get(tag)}
+    return _Remote(address, name, info.get("size"), version)
+
+
+def _fetch_file(system: Any, remote: _Remote, path: Path) -> None:
+    if remote.size is not None:
+        require_space(path.parent, remote.size, remote.address)
+    # A name of its own: two processes may fetch the same file at once.
+    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with work.open("xb") as file:
+            _receive(system, remote, file)
+            sync(file)
+        os.replace(work, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            work.unlink()
+        raise
+
+
+def _receive(system: Any, remote: _Remote, file: BinaryIO) -> None:
+    failures = 0
+    while True:
+        before = file.tell()
+        try:
+            pieces = _http_pieces if _is_http(system) else _pieces
+            for piece in pieces(system, remote, file):
+                file.write(piece)
+            _check_size(remote, file.tell())
+            return
+        except (ConnectionError, TimeoutError) as error:
+            progress = file.tell() > before
+            failures = 1 if progress else failures + 1
+            stalled = isinstance(error, TimeoutError) and not progress
+            if failures >= _ATTEMPTS or stalled:
+                raise
+        time.sleep(_PAUSE_SECONDS * failures)
+
+
+def _pieces(system: Any, remote: _Remote, file: BinaryIO) -> Iterator[bytes]:
+    while remote.size is None or file.tell() < remote.size:
+        start = file.tell()
+        with _explained(remote.address):
+            piece = system.cat_file(remote.address, start=start, end=start + _CHUNK)
+        yield piece
+        if not piece or (remote.size is None and len(piece) < _CHUNK):
+            return
+
+
+def _http_pieces(system: Any, remote: _Remote, file: BinaryIO) -> Iterator[bytes]:
+    start, headers = file.tell(), {}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+    with _explained(remote.address):
+        stream = _stream(system, remote.address, headers)
+    with stream:
+        if start and stream.r.status != 206:
+            # The server cannot continue, and begins again.
+            file.seek(0)
+            file.truncate()
+        for tag in set(remote.version) & set(stream.r.headers):
+            if stream.r.headers[tag] != remote.version[tag]:
+                raise OSError(
+                    errno.EIO, f"the file changed ({tag}) while it was fetched; open "
+                    "it again", remote.address,
+                )  # fmt: skip
+        while True:
+            with _explained(remote.address):
+                piece = stream.read(_CHUNK)
+            if not piece:
+                return
+            yield piece
+
+
+def _stream(system: Any, address: str, headers: dict[str, str]) -> Any:
+    # With a size, fsspec does not ask for one; with block_size=0 it makes one
+    # request and reads its answer in order.
+    headers = {"Accept-Encoding": "identity", **headers}
+    return system.open(address, "rb", block_size=0, size=1, headers=headers)
+
+
+def _is_http(system: Any) -> bool:
+    return "http" in system.protocol
+
+
+def _check_size(remote: _Remote, received: int) -> None:
+    if remote.size is not None and received != remote.size:
+        raise ConnectionError(
+            errno.EIO, f"the answer ended after {received} of {remote.size} bytes",
+            remote.address,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _explained(address: str) -> Iterator[None]:
+    # Each protocol's client has exceptions of its own.
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            errno.ENOENT, "the server has no such file", address
+        ) from error
+    except TimeoutError as error:
+        message = f"the server did not answer for {_STALL_SECONDS:.0f} s"
+        raise TimeoutError(errno.ETIMEDOUT, message, address) from error
+    except Exception as error:
+        status = getattr(error, "status", None)
+        kind = ConnectionError
+        if isinstance(error, PermissionError) or status in (401, 403):
+            kind = PermissionError
+        elif isinstance(status, int) and 400 <= status < 500:
+            kind = OSError
+        what = f"HTTP status {status}" if status else f"{type(error).__name__}: {error}"
+        raise kind(errno.EIO, f"the server failed: {what}", address) from error

@@ -1,0 +1,273 @@
+"""Files at addresses, from servers that behave and servers that do not."""
+
+import contextlib
+import http.server
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxaccel.data import ColumnSpec, DataCorruptionError, _remote, open_store
+from jaxaccel.data._store import Store
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+
+class Server:
+    """What the test wants of the server, and what was asked of it."""
+
+    def __init__(self):
+        self.files, self.requests = {}, []
+        self.ranges, self.etags = True, True
+        # How many bytes of each answer arrive before it breaks off or stalls.
+        self.cuts, self.stall = [], None
+        self.status, self.piece_seconds = {}, 0.0
+        self.address, self.ended = "", threading.Event()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    control: Server
+
+    def log_message(self, format, *args):
+        pass
+
+    def do_GET(self):
+        control, name = self.control, self.path.lstrip("/").partition("?")[0]
+        asked = self.headers.get("Range")
+        control.requests.append((name, asked))
+        if name in control.status or name not in control.files:
+            self.send_response(control.status.get(name, 404))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = control.files[name]
+        start = int(asked[6:].split("-")[0]) if asked and control.ranges else 0
+        self.send_response(206 if start else 200)
+        if control.etags:
+            self.send_header("ETag", f'"{hash(content)}"')
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        self.send(content[start:], start)
+
+    def send(self, content, start):
+        control = self.control
+        keep = control.cuts.pop(0) if control.cuts else None
+        sent = content if keep is None else content[:keep]
+        for first in range(0, len(sent), 40_000):
+            time.sleep(control.piece_seconds)
+            if control.stall is not None and start + first >= control.stall:
+                control.ended.wait(30)
+            self.wfile.write(sent[first : first + 40_000])
+        if keep is not None:
+            self.close_connection = True
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAXACCEL_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(_remote, "_PAUSE_SECONDS", 0.01)
+    control = Server()
+    handler = type("Bound", (Handler,), {"control": control})
+    with quiet_server(handler) as port:
+        control.address = f"http://127.0.0.1:{port}"
+        yield control
+        control.ended.set()
+
+
+@contextlib.contextmanager
+def quiet_server(handler):
+    class Quiet(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request, client_address):
+            pass  # The client closes answers that it does not want.
+
+    with Quiet(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        yield running.server_address[1]
+        running.shutdown()
+        thread.join()
+
+
+def npy(array, folder):
+    path = folder / "made.npy"
+    np.save(path, array)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def image(rng, server, tmp_path):
+    array = rng.integers(0, 256, (150, 40, 40), dtype=np.uint8)
+    server.files["image.npy"] = npy(array, tmp_path)
+    return array
+
+
+def cached(tmp_path):
+    return sorted(p.name for p in (tmp_path / "cache").rglob("*") if p.is_file())
+
+
+def test_a_file_is_fetched_once(server, image, tmp_path):
+    for _ in range(2):
+        store = open_store(f"{server.address}/image.npy")
+        np.testing.assert_array_equal(store.take([7, 0])["image"], image[[7, 0]])
+    # Each time the headers, once the content.
+    assert len(server.requests) == 3
+    assert cached(tmp_path) == ["image.npy"]
+
+
+@pytest.mark.parametrize("etags", [True, False])
+def test_a_changed_file_is_fetched_again(server, image, tmp_path, etags):
+    server.etags = etags
+    open_store(f"{server.address}/image.npy")
+    changed = image[:-1] ^ 1
+    server.files["image.npy"] = npy(changed, tmp_path)
+    assert len(open_store(f"{server.address}/image.npy?version=2")) == 149
+    store = open_store(f"{server.address}/image.npy")
+    np.testing.assert_array_equal(store.take([7])["image"], changed[[7]])
+
+
+def test_a_slow_server_is_waited_for(server, image):
+    server.piece_seconds = 0.05
+    store = open_store(f"{server.address}/image.npy")
+    np.testing.assert_array_equal(store.take([149])["image"], image[[149]])
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("cuts", [[None, 100_000], [None, 0], [None, 9, 0, 150_000, 1]])
+def test_a_broken_connection_is_continued(server, image, cuts, ranges):
+    server.cuts, server.ranges = list(cuts), ranges
+    store = open_store(f"{server.address}/image.npy")
+    np.testing.assert_array_equal(store.take([149, 3])["image"], image[[149, 3]])
+    assert not server.cuts
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("start", [1, 100_000])
+def test_only_the_rest_is_asked_for(server, image, tmp_path, ranges, start):
+    server.ranges = ranges
+    content, address = server.files["image.npy"], f"{server.address}/image.npy"
+    system = _remote._filesystem(address)
+    remote = _remote._describe(system, address)
+    with (tmp_path / "part").open("w+b") as file:
+        file.write(content[:start])
+        _remote._receive(system, remote, file)
+        file.seek(0)
+        assert file.read() == content
+    assert server.requests[1:] == [("image.npy", f"bytes={start}-")]
+
+
+def test_a_server_that_always_breaks_off_is_given_up(server, image, tmp_path):
+    server.cuts = [None, 5000] + [0] * 20
+    with pytest.raises(ConnectionError, match="image.npy") as caught:
+        open_store(f"{server.address}/image.npy")
+    assert not isinstance(caught.value, FileNotFoundError)
+    assert cached(tmp_path) == []
+
+
+@pytest.mark.parametrize("stall", [0, 80_000])
+def test_a_stalled_server_is_an_error_not_a_hang(
+    server, image, tmp_path, monkeypatch, stall
+):
+    monkeypatch.setattr(_remote, "_STALL_SECONDS", 0.3)
+    server.stall = stall
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="did not answer"):
+        open_store(f"{server.address}/image.npy")
+    assert time.monotonic() - start < 8
+    assert cached(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(404, FileNotFoundError), (403, PermissionError), (500, ConnectionError)],
+)
+def test_refusals_say_what_the_server_said(server, image, status, kind):
+    server.status["image.npy"] = status
+    with pytest.raises(kind, match="image.npy") as caught:
+        open_store(f"{server.address}/image.npy")
+    assert status == 404 or str(status) in str(caught.value)
+
+
+def test_no_server_at_all_is_an_error(server, monkeypatch):
+    with pytest.raises(ConnectionError, match="server failed"):
+        open_store("http://127.0.0.1:9/image.npy")
+
+
+def test_shards_are_counted_by_their_pattern(server, rng, tmp_path):
+    parts = [rng.integers(0, 9, (n, 3), dtype=np.uint8) for n in (4, 1, 6)]
+    for number, part in enumerate(parts):
+        server.files[f"d/x-{number:05d}-of-00003.npy"] = npy(part, tmp_path)
+    pattern = f"{server.address}/d/x-*-of-00003.npy"
+    with pytest.raises(ValueError, match="columns"):
+        # Each .npy file names its own column: only the fetching is looked at here.
+        open_store(pattern)
+    assert cached(tmp_path) == [f"x-{number:05d}-of-00003.npy" for number in range(3)]
+    del server.files["d/x-00001-of-00003.npy"]
+    with pytest.raises(FileNotFoundError, match="x-00001-of-00003"):
+        open_store(pattern)
+
+
+@pytest.mark.parametrize("name", ["*.npy", "x-*.npy", "*-*-of-00003.npy", "x-*-of-0.a"])
+def test_patterns_without_a_count_are_refused(server, name):
+    with pytest.raises(ValueError, match="how many"):
+        open_store(f"{server.address}/{name}")
+    assert not server.requests
+
+
+def test_damage_on_the_way_is_named_with_the_cached_file(server, image):
+    server.files["image.npy"] = server.files["image.npy"][:-5]
+    with pytest.raises(DataCorruptionError, match="image.npy") as caught:
+        open_store(f"{server.address}/image.npy")
+    assert os.path.exists(caught.value.path)
+
+
+def test_other_protocols_are_read_in_chunks(server, rng, tmp_path, monkeypatch):
+    monkeypatch.setattr(_remote, "_CHUNK", 1000)
+    array = rng.integers(0, 256, (50, 99), dtype=np.uint8)
+    memory = fsspec.filesystem("memory")
+    folder = "/" + tmp_path.name
+    memory.pipe(f"{folder}/image.npy", npy(array, tmp_path))
+    memory.pipe(f"{folder}/label.npy", npy(np.arange(50), tmp_path))
+    try:
+        one = open_store(f"memory:/{folder}/image.npy")
+        np.testing.assert_array_equal(one.take([49])["image"], array[[49]])
+        whole = open_store(f"memory:/{folder}")
+        assert isinstance(whole, Store)
+        assert dict(whole.spec) == {
+            "image": ColumnSpec((99,), np.dtype(np.uint8)),
+            "label": ColumnSpec((), np.dtype(np.int64)),
+        }
+        np.testing.assert_array_equal(whole.take([3])["image"], array[[3]])
+        with pytest.raises(FileNotFoundError, match="nothing"):
+            open_store(f"memory:/{folder}/nothing.npy")
+    finally:
+        memory.rm(folder, recursive=True)
+
+
+def test_a_cache_that_cannot_be_written_says_so(server, image, tmp_path):
+    (tmp_path / "cache").write_text("not a folder")
+    with pytest.raises(OSError, match="JAXACCEL_DATA"):
+        open_store(f"{server.address}/image.npy")
+
+
+def test_a_full_disk_is_noticed_before_the_transfer(server, image, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match=r"image.npy needs 0.240 MB"):
+        open_store(f"{server.address}/image.npy")
+    assert len(server.requests) == 1
+
+
+def test_unknown_protocols_and_missing_packages_name_the_remedy(monkeypatch):
+    with pytest.raises(ValueError, match="https://"):
+        open_store("gopher2://x/y.npy")
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    with pytest.raises(ImportError, match=r"jaxaccel\[remote\]"):
+        open_store("https://x/y.npy")
