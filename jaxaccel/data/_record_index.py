@@ -55,18 +55,19 @@ class MappedFile:
         self._data = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "size": self.size, "mtime_ns": self.mtime_ns}
+        key = (self.size, self.mtime_ns)
+        return {"path": self.path.absolute(), "key": key, "closed": self._data is None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"])
-        if self.__getstate__() != state:
-            raise DataCorruptionError(
-                self.path,
-                None,
-                0,
-                f"the file has changed: {state['size']} bytes when the store was "
-                f"opened, now {self.size}",
+        if (self.size, self.mtime_ns) != state["key"]:
+            reason = (
+                f"the file changed after the store was pickled: {state['key'][0]} bytes "
+                f"then, {self.size} now"
             )
+            raise DataCorruptionError(self.path, None, 0, reason)
+        if state["closed"]:
+            self.close()
 
 
 def cached_index(
