@@ -1,0 +1,285 @@
+"""Stores of files with Arrow columns: memory-mapped, or decompressed in chunks."""
+
+import abc
+import bisect
+import collections
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxaccel.data._arrow_buffers import (
+    Segments,
+    Source,
+    read_rows,
+    read_stretches,
+)
+from jaxaccel.data._arrow_columns import Column
+from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._formats import OpenOptions
+from jaxaccel.data._store import Store, aligned_empty, digest
+
+CACHE_BYTES = 256 << 20
+
+Opener = Callable[[Path, OpenOptions], Store]
+Stamp = tuple[str, int, int]
+
+
+class FileStore(Store):
+    """What stores of one file have in common.
+
+    Args:
+      opener: Function that opens the file again, in another process.
+      source: The file.
+      stamp: What `file_stamp` says of it.
+      columns: What it holds.
+      counts: Number of examples in each of its chunks, at least one.
+    """
+
+    def __init__(
+        self,
+        opener: Opener,
+        source: Source,
+        stamp: Stamp,
+        columns: tuple[Column, ...],
+        counts: np.ndarray,
+    ):
+        super().__init__({column.name: column.spec for column in columns})
+        self._opener, self._source, self._stamp = opener, source, stamp
+        self._columns, self._ends = columns, np.cumsum(counts)
+        self._firsts = self._ends - counts
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __reduce__(self):
+        path, options = self._source.path.absolute(), self._source.options
+        return reopen, (self._opener, path, options, self._stamp)
+
+    def fingerprint(self) -> str:
+        """See `Store.fingerprint`."""
+        columns = [[name, c.shape, c.dtype.str] for name, c in self.spec.items()]
+        return digest([self._stamp, columns])
+
+
+class MappedFile(FileStore):
+    """A file whose uncompressed buffers are memory-mapped; see `FileStore`.
+
+    Args:
+      opener: See `FileStore`.
+      source: See `FileStore`.
+      stamp: See `FileStore`.
+      columns: See `FileStore`.
+      counts: See `FileStore`.
+      segments: Where each column is, by name.
+    """
+
+    def __init__(
+        self,
+        opener: Opener,
+        source: Source,
+        stamp: Stamp,
+        columns: tuple[Column, ...],
+        counts: np.ndarray,
+        segments: Mapping[str, Segments],
+    ):
+        super().__init__(opener, source, stamp, columns, counts)
+        self._segments = dict(segments)
+        # Numbers of Python are faster than NumPy's, one by one.
+        self._edges = [0, *self._ends.tolist()]
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._segments = {}
+
+    def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        if len(rows) and not self._unchecked():
+            if rows[-1] - rows[0] == len(rows) - 1 and (rows[1:] > rows[:-1]).all():
+                return self._read_stretch(int(rows[0]), int(rows[-1]) + 1)
+        return self._read_rows(self._columns, rows)
+
+    def _read_rows(
+        self, columns: Iterable[Column], rows: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        chunks = np.searchsorted(self._ends, rows, side="right")
+        within = rows - self._firsts[chunks]
+        return {
+            c.name: read_rows(
+                c, self._segments[c.name], chunks, within, rows, self._source
+            )
+            for c in columns
+        }
+
+    def _scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+        for start in range(0, len(self), size):
+            stop = min(start + size, len(self))
+            if self._unchecked():
+                yield self._read_rows(self._columns, np.arange(start, stop))
+            else:
+                yield self._read_stretch(start, stop)
+
+    def _unchecked(self) -> bool:
+        checksums = self._source.checksums
+        return checksums is not None and not checksums.complete
+
+    def _read_stretch(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        parts, chunk = [], bisect.bisect_right(self._edges, start) - 1
+        position = start
+        while position < stop:
+            end = min(self._edges[chunk + 1], stop)
+            parts.append((chunk, position - self._edges[chunk], end - position))
+            chunk, position = chunk + 1, end
+        out = {}
+        for c in self._columns:
+            if c.leaf.kind == "fixed":
+                out[c.name] = read_stretches(c, self._segments[c.name], parts)
+            else:
+                out |= self._read_rows([c], np.arange(start, stop))
+        return out
+
+
+class ChunkedFile(FileStore):
+    """A file whose chunks are decoded as a whole; the last ones are kept.
+
+    Args:
+      opener: See `FileStore`.
+      source: See `FileStore`.
+      stamp: See `FileStore`.
+      columns: See `FileStore`.
+      counts: See `FileStore`.
+    """
+
+    def __init__(
+        self,
+        opener: Opener,
+        source: Source,
+        stamp: Stamp,
+        columns: tuple[Column, ...],
+        counts: np.ndarray,
+    ):
+        super().__init__(opener, source, stamp, columns, counts)
+        self._lock, self._warned = threading.Lock(), False
+        self._cache: collections.OrderedDict[int, Mapping[str, Segments]] = (
+            collections.OrderedDict()
+        )
+
+    @abc.abstractmethod
+    def _load(self, chunk: int) -> Mapping[str, Segments]:
+        # Each column of one chunk, decoded.
+        ...
+
+    @abc.abstractmethod
+    def _chunk_source(self, chunk: int) -> Source: ...
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        with self._lock:
+            self._cache.clear()
+
+    def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        chunks = np.searchsorted(self._ends, rows, side="right")
+        used = np.unique(chunks)
+        if len(used) > 1 and (np.diff(rows) != 1).any():
+            self._warn_of_random_reads()
+        if len(used) == 1:
+            return self._read_chunk(int(used[0]), rows)
+        out = {
+            name: aligned_empty((len(rows), *spec.shape), spec.dtype)
+            for name, spec in self.spec.items()
+        }
+        for chunk in used:
+            places = np.flatnonzero(chunks == chunk)
+            for name, array in self._read_chunk(int(chunk), rows[places]).items():
+                out[name][places] = array
+        return out
+
+    def _read_chunk(self, chunk: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+        loaded = self._loaded(chunk)
+        first, source = self._firsts[chunk], self._chunk_source(chunk)
+        zeros = np.zeros(len(rows), np.int64)
+        return {
+            c.name: read_rows(c, loaded[c.name], zeros, rows - first, rows, source)
+            for c in self._columns
+        }
+
+    def _loaded(self, chunk: int) -> Mapping[str, Segments]:
+        with self._lock:
+            loaded = self._cache.pop(chunk, None) or self._load(chunk)
+            self._cache[chunk] = loaded
+            sizes = [_size(kept) for kept in self._cache.values()]
+            while len(sizes) > 1 and sum(sizes) > CACHE_BYTES:
+                self._cache.popitem(last=False)
+                sizes.pop(0)
+            return loaded
+
+    def _warn_of_random_reads(self) -> None:
+        rows = int((self._ends - self._firsts).max())
+        if self._warned or rows == 1 or self._decoded_bytes() <= CACHE_BYTES:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{self._source.path} is read in random order, but is decoded in chunks of "
+            f"up to {rows} examples, of which {CACHE_BYTES >> 20} MiB are kept: almost "
+            "every read decodes whole chunks. Convert it once to an Arrow file without "
+            "compression, which is memory-mapped: "
+            "jaxaccel.data.convert(src, dst, format='arrow')",
+            stacklevel=2,
+        )
+
+    def _decoded_bytes(self) -> int:
+        binary = any(column.leaf.kind == "binary" for column in self._columns)
+        fixed = sum(c.size for c in self._columns if c.leaf.kind == "fixed")
+        return len(self) * fixed + binary * self._stamp[1]
+
+
+def file_stamp(path: Path) -> Stamp:
+    """Name, size and modification time of a file that is not empty."""
+    status = path.stat()
+    if not status.st_size:
+        raise DataCorruptionError(path, None, 0, "the file is empty")
+    return path.name, status.st_size, status.st_mtime_ns
+
+
+def reopen(opener: Opener, path: Path, options: OpenOptions, stamp: Stamp) -> Store:
+    """Opens a file that a pickled store referred to; it must be the same."""
+    if file_stamp(path) != stamp:
+        raise ValueError(f"{path} was changed since it was opened; open it again")
+    return opener(path, options)
+
+
+@contextlib.contextmanager
+def translated(path: Path, offset: int) -> Iterator[None]:
+    """Makes DataCorruptionError of the errors that damage causes inside pyarrow.
+
+    Args:
+      path: The file.
+      offset: What is read from it.
+    """
+    try:
+        yield
+    except (DataCorruptionError, ImportError):
+        raise
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{path} cannot be read, as pyarrow does not support it: {error}"
+        ) from error
+    except MemoryError as error:
+        reason = f"damaged, or too large for the memory: {error}"
+        raise DataCorruptionError(path, None, offset, reason) from error
+    except Exception as error:
+        # A number is the operating system's: the file may be fine.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = f"damaged: {_first_line(error)}"
+        raise DataCorruptionError(path, None, offset, reason) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _size(segments: Mapping[str, Segments]) -> int:
+    return sum(len(s.memory) + len(s.offset_memory) for s in segments.values())
