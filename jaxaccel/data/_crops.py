@@ -80,9 +80,8 @@ def random_resized_crop(
     key_box, key_flip = jax.random.split(key)
     boxes, found = draw_boxes(key_box, images, scale, ratio)
     centred = _centred(images.shape[1:3], ratio)
-    boxes = Boxes(
-        *(jnp.where(found, b, c) for b, c in zip(boxes, centred, strict=True))
-    )
+    chosen = [jnp.where(found, b, c) for b, c in zip(boxes, centred, strict=True)]
+    boxes = Boxes(*chosen)
     mirrored = None
     if flip:
         mirrored = jax.random.bernoulli(key_flip, 0.5, (images.shape[0], 1, 1))
@@ -143,7 +142,7 @@ def _taps(
     count = math.ceil(2 * max(old / new, 1.0)) if antialias else 2
     centre = start + (jnp.arange(new, dtype=jnp.float32)[None] + 0.5) * step
     first = jnp.ceil(centre - reach - 0.5)
-    positions = first[..., None] + jnp.arange(count, dtype=jnp.float32)
+    positions = first[..., None] + jnp.arange(count, dtype=jnp.float32)[None, None]
     distance = jnp.abs(positions + 0.5 - centre[..., None])
     weights = jnp.maximum(1.0 - distance / reach[..., None], 0.0)
     inside = (positions >= start[..., None]) & (positions < (start + length)[..., None])

@@ -17,6 +17,7 @@ from jaxaccel.data._images import (
     choose,
     draw_boxes,
     is_inside,
+    place,
 )
 
 Fill = int | float | Sequence[int] | Sequence[float]
@@ -56,8 +57,8 @@ def cutout(
       >>> import jax.numpy as jnp
       >>> from jaxaccel.data import cutout
       >>> images = jnp.ones((1, 4, 4, 1), jnp.uint8)
-      >>> cutout(jax.random.key(0), images, 2)[0, :, :, 0].tolist()
-      [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1]]
+      >>> cutout(jax.random.key(2), images, 2)[0, :, :, 0].tolist()
+      [[1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1], [1, 1, 1, 1]]
 
     References:
       DeVries and Taylor, *Improved Regularization of Convolutional Neural Networks
@@ -67,10 +68,9 @@ def cutout(
     check_images(images)
     height, width = as_size("size", size)
     value, p = as_fill(fill, images), as_share("p", p)
-    key_row, key_column, key_choice = jax.random.split(key, 3)
-    batch = images.shape[0]
-    row = jax.random.randint(key_row, (batch,), 0, images.shape[1])
-    column = jax.random.randint(key_column, (batch,), 0, images.shape[2])
+    key_centre, key_choice = jax.random.split(key)
+    draws = jax.random.uniform(key_centre, (2, images.shape[0]))
+    row, column = place(draws[0], images.shape[1]), place(draws[1], images.shape[2])
     boxes = Boxes(
         row - height // 2,
         column - width // 2,

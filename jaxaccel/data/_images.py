@@ -134,21 +134,29 @@ def draw_boxes(
       did, the box is empty.
     """
     batch, height, width, _ = images.shape
-    key_area, key_ratio, key_top, key_left = jax.random.split(key, 4)
-    shape = (_TRIES, batch)
-    low, high = (height * width * x for x in scale)
-    area = jax.random.uniform(key_area, shape, minval=low, maxval=high)
-    low, high = map(math.log, ratio)
-    aspect = jnp.exp(jax.random.uniform(key_ratio, shape, minval=low, maxval=high))
+    # One draw for all: it is what the random numbers cost.
+    draws = jax.random.uniform(key, (2 * _TRIES + 2, batch))
+    area = height * width * _between(draws[:_TRIES], *scale)
+    aspect = jnp.exp(_between(draws[_TRIES:-2], *map(math.log, ratio)))
     heights = jnp.round(jnp.sqrt(area / aspect)).astype(jnp.int32)
     widths = jnp.round(jnp.sqrt(area * aspect)).astype(jnp.int32)
     fits = (heights >= 1) & (heights <= height) & (widths >= 1) & (widths <= width)
     found = fits.any(axis=0)
     is_first = fits & (jnp.cumsum(fits, axis=0) == 1)
     h, w = (jnp.where(is_first, x, 0).sum(axis=0) for x in (heights, widths))
-    top = jax.random.randint(key_top, (batch,), 0, height - h + 1)
-    left = jax.random.randint(key_left, (batch,), 0, width - w + 1)
+    top, left = place(draws[-2], height - h + 1), place(draws[-1], width - w + 1)
     return Boxes(top, left, h, w), found
+
+
+def place(draws: jax.Array, count: jax.Array | int) -> jax.Array:
+    """Turns uniform draws from [0, 1) into whole numbers in `0 <= x < count`."""
+    count = jnp.asarray(count, jnp.int32)
+    # The product may round up to the count.
+    return jnp.minimum((draws * count.astype(draws.dtype)).astype(jnp.int32), count - 1)
+
+
+def _between(draws: jax.Array, low: float, high: float) -> jax.Array:
+    return low + (high - low) * draws
 
 
 def is_inside(boxes: Boxes, images: jax.Array) -> jax.Array:

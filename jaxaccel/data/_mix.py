@@ -13,6 +13,7 @@ from jaxaccel.data._images import (
     check_images,
     check_key,
     is_inside,
+    place,
     replicate,
     take_examples,
 )
@@ -229,16 +230,16 @@ def _shares(
 
 
 def _cut_boxes(key: jax.Array, images: jax.Array, share: jax.Array) -> Boxes:
-    def cut(key: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    def cut(draws: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
         length = jnp.floor(size * jnp.sqrt(1 - share)).astype(jnp.int32)
-        start = jax.random.randint(key, share.shape, 0, size) - length // 2
+        start = place(draws, size) - length // 2
         stop = jnp.minimum(start + length, size)
         start = jnp.maximum(start, 0)
         return start, stop - start
 
-    key_row, key_column = jax.random.split(key)
-    top, height = cut(key_row, images.shape[1])
-    left, width = cut(key_column, images.shape[2])
+    draws = jax.random.uniform(key, (2, len(images)))
+    top, height = cut(draws[0], images.shape[1])
+    left, width = cut(draws[1], images.shape[2])
     return Boxes(top, left, height, width)
 
 

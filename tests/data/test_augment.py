@@ -1,14 +1,31 @@
-"""random_crop_flip against np.pad and slicing, image by image."""
+"""random_crop_flip against NumPy, and what all augmentations have in common."""
+
+from collections.abc import Callable
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxaccel.data import random_crop_flip
+from jaxaccel.data import (
+    ArrayStore,
+    BatchPlan,
+    Loader,
+    color_jitter,
+    cutmix,
+    cutout,
+    make_normalizer,
+    mixup,
+    random_crop_flip,
+    random_erasing,
+    random_resized_crop,
+    to_device,
+)
+from jaxaccel.train import TrainState, make_train_step, masked_mean
 
 
 def all_outcomes(image, pad, mode, flip):
@@ -28,7 +45,7 @@ def all_outcomes(image, pad, mode, flip):
 AUGMENT = jax.jit(random_crop_flip, static_argnames=("pad", "mode", "flip"))
 
 
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(
     size=st.tuples(st.integers(1, 4), st.integers(3, 7), st.integers(3, 7)),
     channels=st.sampled_from([1, 3]),
@@ -110,3 +127,118 @@ def test_bad_arguments(key, shape, options, error, words):
 def test_floats_are_refused(key):
     with pytest.raises(TypeError, match="uint8, got float32; augment before"):
         random_crop_flip(key, jnp.zeros((2, 9, 9, 1)))
+
+
+SIZES = {"size": (4, 5), "scale": (0.3, 1.0)}
+FUNCTIONS: dict[str, Callable[..., dict]] = {
+    "crop_flip": lambda k, b: b | {"image": random_crop_flip(k, b["image"], pad=2)},
+    "resized": lambda k, b: (
+        b | {"image": random_resized_crop(k, b["image"], flip=True, **SIZES)}
+    ),
+    "jitter": lambda k, b: (
+        b | {"image": color_jitter(k, b["image"], contrast=0.4, hue=0.1, p=0.8)}
+    ),
+    "cutout": lambda k, b: b | {"image": cutout(k, b["image"], 3)},
+    "erasing": lambda k, b: b | {"image": random_erasing(k, b["image"])},
+    "mixup": lambda k, b: mixup(
+        k, b | {"image": normalize(b["image"])}, num_classes=10, alpha=1.0
+    ),
+    "cutmix": lambda k, b: cutmix(k, b, num_classes=10),
+}
+normalize = make_normalizer(0.5, 0.25)
+
+
+def padded_batch(rng):
+    return {
+        "image": rng.integers(0, 256, (16, 5, 5, 3), dtype=np.uint8),
+        "label": rng.integers(0, 10, 16).astype(np.uint8),
+        "mask": np.arange(16) < 13,
+    }
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_augmentation_in_jit(key, rng, name):
+    """Decided by the key alone, of one shape, sharded as it came, and vmapped."""
+    traces = []
+
+    @jax.jit
+    def augment(key, batch):
+        traces.append(1)
+        return FUNCTIONS[name](key, batch)
+
+    batch = jax.tree.map(jnp.asarray, padded_batch(rng))
+    once, again = augment(key, batch), augment(key, batch)
+    other = augment(jax.random.key(1), batch)
+    assert len(traces) == 1
+    jax.tree.map(np.testing.assert_array_equal, once, again)
+    assert (np.asarray(once["image"]) != np.asarray(other["image"])).any()
+    np.testing.assert_array_equal(once["mask"], batch["mask"])
+    if name != "mixup":
+        assert once["image"].dtype == jnp.uint8
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    sharded = augment(key, jax.device_put(batch, sharding))
+    assert sharded["image"].sharding.is_equivalent_to(sharding, 4)
+    # Sums may be taken in another order: one level, or float32's rounding.
+    for x, y in zip(jax.tree.leaves(sharded), jax.tree.leaves(once), strict=True):
+        difference = np.abs(np.asarray(x, np.float32) - np.asarray(y, np.float32))
+        assert difference.max() <= (1 if x.dtype == jnp.uint8 else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["resized", "jitter", "erasing", "mixup", "cutmix"])
+def test_on_an_explicit_mesh(key, rng, name):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    batch = jax.device_put(padded_batch(rng), sharding)
+    augmented = jax.jit(FUNCTIONS[name])(key, batch)
+    assert augmented["image"].sharding.is_equivalent_to(sharding, 4)
+
+
+@pytest.mark.parametrize("name", ["resized", "jitter", "cutout", "erasing", "cutmix"])
+def test_types_other_than_images_are_refused(key, name):
+    batch = {"image": jnp.zeros((2, 5, 5, 3), jnp.int32), "label": jnp.zeros(2, int)}
+    with pytest.raises(TypeError, match="uint8 or floating, got int32"):
+        FUNCTIONS[name](key, batch)
+
+
+def test_a_resumed_run_repeats_the_augmentation(rng):
+    store = ArrayStore(
+        {
+            "image": rng.integers(0, 256, (12, 6, 6, 3), dtype=np.uint8),
+            "label": rng.integers(0, 10, 12).astype(np.uint8),
+        }
+    )
+    plan = BatchPlan(12, 4, seed=3, epochs=2)
+
+    def preprocess(batch, key):
+        keys = jax.random.split(key)
+        image = random_crop_flip(keys[0], batch["image"], pad=1)
+        image = cutout(keys[1], image, 2)
+        return {**batch, "image": normalize(image)}
+
+    def loss_fn(params, model_state, batch, key):
+        seen = masked_mean(batch["image"], batch)
+        weights = jnp.arange(4.0) + 1
+        print_of = (batch["image"].mean(axis=(1, 2, 3)) * weights).sum()
+        return params * seen, (model_state, {"print": print_of})
+
+    tx = optax.sgd(0.1)
+    step = make_train_step(loss_fn, tx, preprocess=preprocess, donate=False)
+
+    def run(state, position, count):
+        states, prints = [], []
+        with to_device(Loader(store, plan)) as batches:
+            if position is not None:
+                batches.set_state(position)
+            for _ in range(count):
+                state, metrics = step(state, next(batches))
+                states.append((state, batches.get_state()))
+                prints.append(float(metrics["print"]))
+        return states, prints
+
+    first = TrainState.create(jnp.array(1.0), tx, key=jax.random.key(0))
+    states, prints = run(first, None, 6)
+    assert len(set(prints)) == 6
+    resumed, rest = run(*states[2], 3)
+    assert rest == prints[3:]
+    assert float(resumed[-1][0].params) == float(states[-1][0].params)
