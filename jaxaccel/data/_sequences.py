@@ -115,17 +115,23 @@ class WindowStore(Store):
         starts = rows * self._stride
         if self._pad:
             return self._read_padded(starts)
-        return {name: self._cut(starts + n) for name, n in self._shifts.items()}
-
-    def _cut(self, starts: np.ndarray) -> np.ndarray:
         if isinstance(self._source, ArrayStore):
             column = self._source.columns[self._column]
             # All windows as a view, of which only the wanted ones are copied.
             view = np.lib.stride_tricks.sliding_window_view(column, self._length, 0)
-            return gather(np.moveaxis(view, -1, 1), starts)
-        places = starts[:, None] + np.arange(self._length)
+            view = np.moveaxis(view, -1, 1)
+            return {name: gather(view, starts + n) for name, n in self._shifts.items()}
+        # One read for both columns, which differ in their ends only.
+        places = starts[:, None] + np.arange(self._length + len(self._shifts) - 1)
         flat = self._source._read(places.ravel())[self._column]
-        return flat.reshape(*places.shape, *flat.shape[1:])
+        whole = flat.reshape(*places.shape, *flat.shape[1:])
+        out = {
+            name: aligned_empty((len(rows), *self.spec[name].shape), flat.dtype)
+            for name in self._shifts
+        }
+        for name, shift in self._shifts.items():
+            out[name][...] = whole[:, shift : shift + self._length]
+        return out
 
     def _read_padded(self, starts: np.ndarray) -> dict[str, np.ndarray]:
         places = starts[:, None] + np.arange(self._length)
