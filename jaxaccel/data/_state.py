@@ -1,5 +1,6 @@
 """The state of a run over a store: small, JSON-able, and checked when restored."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,16 @@ from jaxaccel.data._plan import Plan
 from jaxaccel.data._store import ColumnSpec
 
 
-def make_state(step: int, plan: Plan, spec: Mapping[str, ColumnSpec]) -> dict[str, Any]:
+class LoaderState(dict[str, Any]):
+    """A state, which `grain.checkpoint` can write, too."""
+
+    def decode(self) -> str:
+        """The state as JSON."""
+        # Grain's handler asks the state of a foreign iterator for its text.
+        return json.dumps(self, indent=2)
+
+
+def make_state(step: int, plan: Plan, spec: Mapping[str, ColumnSpec]) -> LoaderState:
     """Describes a position so that it can be restored, and refused elsewhere.
 
     Args:
@@ -24,16 +34,18 @@ def make_state(step: int, plan: Plan, spec: Mapping[str, ColumnSpec]) -> dict[st
     fingerprint["columns"] = {
         name: f"{column.dtype}{list(column.shape)}" for name, column in spec.items()
     }
-    return {"step": step, "fingerprint": fingerprint}
+    return LoaderState(step=step, fingerprint=fingerprint)
 
 
 def read_state(
-    state: Mapping[str, Any], plan: Plan, spec: Mapping[str, ColumnSpec]
+    state: Mapping[str, Any] | str | bytes,
+    plan: Plan,
+    spec: Mapping[str, ColumnSpec],
 ) -> int:
     """Checks a state against a plan and a store.
 
     Args:
-      state: What `make_state` returned, possibly through JSON.
+      state: What `make_state` returned, possibly through JSON, or that JSON itself.
       plan: The plan to continue with.
       spec: The columns of the store to continue with.
 
@@ -44,6 +56,8 @@ def read_state(
       ValueError: If it is no such state, belongs to another plan or store, or its
         step is behind the end of the plan.
     """
+    if isinstance(state, (str, bytes)):
+        state = _parse(state)
     if not isinstance(state, Mapping) or set(state) != {"step", "fingerprint"}:
         raise ValueError(
             "a loader's state has the keys 'step' and 'fingerprint'; pass what "
@@ -72,3 +86,12 @@ def read_state(
             "steps; give the plan more epochs"
         )
     return step
+
+
+def _parse(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"the loader's state is no JSON ({error}); the file may be damaged"
+        ) from error
