@@ -9,12 +9,15 @@ from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._augment import random_crop_flip
 from jaxaccel.data._bits import pack_bits, unpack_bits
 from jaxaccel.data._color import color_jitter
+from jaxaccel.data._convert import convert
 from jaxaccel.data._crops import random_resized_crop
 from jaxaccel.data._device import DeviceBatches, to_device
+from jaxaccel.data._epoch import make_epoch_scan
 from jaxaccel.data._erase import cutout, random_erasing
 from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._guards import DataWarning, check_pipeline
 from jaxaccel.data._labels import one_hot
-from jaxaccel.data._loader import Loader, LoaderStats
+from jaxaccel.data._loader import Loader
 from jaxaccel.data._mix import cutmix, mixup
 from jaxaccel.data._mixture import Mixture, MixturePlan
 from jaxaccel.data._named import NamedDataset, load_dataset
@@ -26,6 +29,7 @@ from jaxaccel.data._resident import DeviceDataset, ResidentBatches
 from jaxaccel.data._sampling import ClassBalancedPlan, WeightedPlan, balanced_weights
 from jaxaccel.data._sequences import StreamPlan, WindowStore, windows
 from jaxaccel.data._statistics import mean_and_std
+from jaxaccel.data._stats import LoaderStats
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
 
 __all__ = (
@@ -35,6 +39,7 @@ __all__ = (
     "ColumnSpec",
     "ConcatStore",
     "DataCorruptionError",
+    "DataWarning",
     "DatasetUnavailableError",
     "DeviceBatches",
     "DeviceDataset",
@@ -51,10 +56,13 @@ __all__ = (
     "WeightedPlan",
     "WindowStore",
     "balanced_weights",
+    "check_pipeline",
     "color_jitter",
+    "convert",
     "cutmix",
     "cutout",
     "load_dataset",
+    "make_epoch_scan",
     "make_normalizer",
     "mean_and_std",
     "mixup",

@@ -126,20 +126,34 @@ class NpyWriter:
                 f"{self._length} examples of {list(self._spec)} were announced, got "
                 f"batches that do not fit after {self.rows}"
             )
-        for name, spec in self._spec.items():
-            array = np.ascontiguousarray(batch[name])
-            if array.dtype != spec.dtype or array.shape[1:] != spec.shape:
-                raise ValueError(
-                    f"column {name!r} must be {spec.dtype}{list(spec.shape)}, got "
-                    f"{array.dtype}{list(array.shape[1:])}"
-                )
-            self._append(name, array.reshape(-1).view(np.uint8).data)
+        marks = {name: crcs.mark() for name, crcs in self._crcs.items()}
+        try:
+            for name in self._spec:
+                self._write_column(name, np.ascontiguousarray(batch[name]))
+        except BaseException:
+            # A torn batch is no part of what `checkpoint` vouches for.
+            for name, mark in marks.items():
+                self._crcs[name].back(mark)
+            raise
         self.rows += count
+
+    def _write_column(self, name: str, array: np.ndarray) -> None:
+        spec = self._spec[name]
+        if array.dtype != spec.dtype or array.shape[1:] != spec.shape:
+            raise ValueError(
+                f"column {name!r} must be {spec.dtype}{list(spec.shape)}, got "
+                f"{array.dtype}{list(array.shape[1:])}"
+            )
+        self._append(name, array.reshape(-1).view(np.uint8).data)
 
     def checkpoint(self) -> dict[str, int]:
         """Brings all rows so far onto the disk; returns a number for each column."""
         for file in self._files.values():
             sync(file)
+        return self.digests()
+
+    def digests(self) -> dict[str, int]:
+        """A number for each column that stands for its bytes so far."""
         return {name: crcs.digest() for name, crcs in self._crcs.items()}
 
     def finish(self) -> None:

@@ -11,14 +11,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxaccel.data import _arrow, _npy, _parquet, _remote
+from jaxaccel.data import (
+    _array_record,
+    _arrow,
+    _image_folder,
+    _npy,
+    _parquet,
+    _remote,
+    _tar,
+    _tfrecord,
+)
 from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import Format, OpenOptions
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
 
 FORMATS: dict[str, Format] = {
-    module.FORMAT.name: module.FORMAT for module in (_npy, _arrow, _parquet)
+    module.FORMAT.name: module.FORMAT
+    for module in (
+        _npy,
+        _arrow,
+        _parquet,
+        _tfrecord,
+        _array_record,
+        _tar,
+        _image_folder,
+    )
 }
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<index>\d+)-of-(?P<count>\d+)(?P<suffix>.*)")
 _HEAD = 64
@@ -112,7 +130,7 @@ def open_store(
             f"open_store takes a path or a mapping of columns, got "
             f"{type(source).__name__}; name the columns: open_store({{'image': x}})"
         )
-    return _open_all(resolve(source, FORMATS[format] if format else None), options)
+    return open_all(resolve(source, FORMATS[format] if format else None), options)
 
 
 def resolve(
@@ -201,7 +219,8 @@ def detect(path: Path) -> Format:
     return _npy.FORMAT
 
 
-def _open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
+def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
+    """Opens what `resolve` returned as one store."""
     stores: list[Store] = []
     try:
         for path, known in files:

@@ -64,6 +64,15 @@ class BlockCrcs:
                 self._full.append(self._tail)
                 self._tail = 0
 
+    def mark(self) -> tuple[int, int, int]:
+        """Where it stands, for `back`."""
+        return len(self._full), self._tail, self.size
+
+    def back(self, mark: tuple[int, int, int]) -> None:
+        """Forgets what came after a mark."""
+        count, self._tail, self.size = mark
+        del self._full[count:]
+
     def values(self) -> np.ndarray:
         """CRC-32 of each block, the last one possibly short."""
         tail = [self._tail] if self.size % BLOCK else []
