@@ -42,8 +42,9 @@ class ImageFolderStore(Store):
                  _images(self._root / name)]  # fmt: skip
         if not files:
             raise ValueError(
-                f"{root} is no folder of images: no sub-folder holds a file named "
-                f"*{', *'.join(_SUFFIXES)}; expected {root}/<class>/<image>.jpg"
+                f"the folder {root} holds no <column>.npy file, no file of another "
+                f"format, and no sub-folder with images (*{', *'.join(_SUFFIXES)}); "
+                f"images are expected as {root}/<class>/<image>.jpg"
             )
         self.class_names = tuple(folders)
         self._files = [os.path.relpath(file, self._root) for file, _ in files]

@@ -62,8 +62,8 @@ class MappedFile:
         self.__init__(state["path"])
         if (self.size, self.mtime_ns) != state["key"]:
             reason = (
-                f"the file changed after the store was pickled: {state['key'][0]} bytes "
-                f"then, {self.size} now"
+                f"the file changed after the store was pickled: then "
+                f"{state['key'][0]} bytes, now {self.size}"
             )
             raise DataCorruptionError(self.path, None, 0, reason)
         if state["closed"]:

@@ -154,7 +154,9 @@ class TarStore(Store):
         return self._file.path, row, int(column.starts[row])
 
     def _index(self) -> dict[str, np.ndarray]:
-        found = find_samples(self._file.path, self._file.data)
+        data, sums = self._file.data, self._sums
+        check = sums and (lambda starts, stops: sums.check(data, starts, stops))
+        found = find_samples(self._file.path, data, check)
         text = json.dumps([found.kinds, found.note]).encode()
         words = np.frombuffer(text, np.uint8)
         return {"words": words, "starts": found.starts, "sizes": found.sizes}

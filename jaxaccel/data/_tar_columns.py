@@ -152,7 +152,7 @@ def _members(
         bad = int(np.argmax(count != 1))
         raise ValueError(
             f"{path}: sample {bad} has {count[bad]} members for the column {name!r} "
-            f"(kinds {[samples.kinds[place] for place in places]}); each must have one: "
+            f"(kinds {[samples.kinds[place] for place in places]}); each needs one: "
             "leave the column out by naming the others in columns"
         )
     which = np.argmax(starts >= 0, axis=1)[:, None]

@@ -1,7 +1,7 @@
 """Where the members of a tar file are, grouped into samples."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,12 +52,17 @@ class Samples(NamedTuple):
     note: str
 
 
-def find_samples(path: Path, data: np.ndarray) -> Samples:
+def find_samples(
+    path: Path,
+    data: np.ndarray,
+    check: Callable[[np.ndarray, np.ndarray], None] | None,
+) -> Samples:
     """Reads all headers of a tar file.
 
     Args:
       path: The file, for messages.
       data: All of it, uint8.
+      check: Compares byte ranges, by their starts and stops, with checksums.
 
     Returns:
       Its samples.
@@ -67,8 +72,12 @@ def find_samples(path: Path, data: np.ndarray) -> Samples:
       ValueError: If it holds no sample, or two members of the same name.
     """
     view, notes = memoryview(data), {}  # pyright: ignore[reportArgumentType]
+    heads: list[tuple[int, int]] = []
+    members = list(_members(path, view, notes, heads))
+    if check:
+        check(*np.array(heads, np.int64).reshape(-1, 2).T)
     samples: dict[str, dict[str, Member]] = {}
-    for member in _members(path, view, notes):
+    for member in members:
         match = _SAMPLE.fullmatch(member.name)
         if match is None or member.name.startswith("__"):
             continue
@@ -93,7 +102,12 @@ def find_samples(path: Path, data: np.ndarray) -> Samples:
     return Samples(kinds, table[..., 0], table[..., 1], notes.get(NOTE, ""))
 
 
-def _members(path: Path, view: memoryview, notes: dict[str, str]) -> Iterator[Member]:
+def _members(
+    path: Path,
+    view: memoryview,
+    notes: dict[str, str],
+    heads: list[tuple[int, int]],
+) -> Iterator[Member]:
     at, override = 0, {}
     while True:
         header = bytes(view[at : at + BLOCK])
@@ -121,9 +135,11 @@ def _members(path: Path, view: memoryview, notes: dict[str, str]) -> Iterator[Me
                 raise ValueError("a sparse member, which is not supported")
         except ValueError as error:
             raise DataCorruptionError(path, None, at, str(error)) from None
+        about_others = kind in (_LONG_NAME, _PAX, _PAX_GLOBAL)
+        heads.append((at, start + size * about_others))
         if kind in _FILES:
             yield Member(override.get("path") or _name(header), start, size)
-        if kind not in (_LONG_NAME, _PAX, _PAX_GLOBAL, b"K"):
+        if not about_others and kind != b"K":
             override = {}
         at = start + -(-size // BLOCK) * BLOCK
 
