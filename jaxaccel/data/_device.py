@@ -1,6 +1,7 @@
 """From host batches to device batches, ahead of the step that needs them."""
 
 import collections
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax
 import numpy as np
 
 from jaxaccel.data._checks import as_count
-from jaxaccel.data._loader import Loader, LoaderStats
+from jaxaccel.data._loader import Loader
+from jaxaccel.data._stats import LoaderStats
 
 
 def to_device(
@@ -89,6 +91,7 @@ class DeviceBatches:
         )
         self._stop: Exception | None = None
         self._closed = self._exhausted = False
+        self._add_seconds = getattr(getattr(batches, "stats", None), "add", None)
         self._has_state = hasattr(batches, "get_state")
         self._state: Any = self._source.get_state() if self._has_state else None
 
@@ -128,7 +131,10 @@ class DeviceBatches:
 
     @property
     def stats(self) -> LoaderStats:
-        """The source's statistics; batches under way are counted."""
+        """The source's statistics; batches under way are counted.
+
+        The time spent in `device_put`, copies included, is their stage `put`.
+        """
         return self._source.stats
 
     def get_state(self) -> dict[str, Any]:
@@ -136,7 +142,7 @@ class DeviceBatches:
         self._require_state()
         return self._state
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Any] | str | bytes) -> None:
         """Drops the batches under way and continues at a saved state."""
         self._require_state()
         self._require_open()
@@ -164,6 +170,7 @@ class DeviceBatches:
 
     def _put(self, batch: Any) -> dict[str, jax.Array]:
         check_batch(batch)
+        start = time.perf_counter()
         if self._copy:
             # The buffer is ours from here on; device arrays cannot change.
             batch = {
@@ -174,6 +181,8 @@ class DeviceBatches:
             placed = {
                 name: put_column(name, x, self._sharding) for name, x in batch.items()
             }
+        if self._add_seconds is not None:
+            self._add_seconds("put", time.perf_counter() - start)
         self.bytes_put += sum(x.nbytes for x in batch.values())
         return placed
 
@@ -266,9 +275,16 @@ def put_column(
             return jax.device_put(array, sharding)
         return jax.make_array_from_process_local_data(sharding, array)
     except ValueError as error:
-        raise ValueError(
-            f"column {name!r} of shape {array.shape} cannot be laid out as {sharding}: "
-            "the batch axis must be divisible by the number of shards, and the "
-            "sharding must name no axis that the column lacks; choose such a "
-            "batch_size, or shard the batch axis alone"
-        ) from error
+        raise layout_error(name, array.shape, sharding) from error
+
+
+def layout_error(
+    name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+) -> ValueError:
+    """Says why a column cannot be laid out over the devices."""
+    return ValueError(
+        f"column {name!r} of shape {shape} cannot be laid out as {sharding}: "
+        "the batch axis must be divisible by the number of shards, and the "
+        "sharding must name no axis that the column lacks; choose such a "
+        "batch_size, or shard the batch axis alone"
+    )

@@ -1,23 +1,19 @@
 """A whole data set on the device: only indices travel."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxaccel.data._arrays import ArrayStore
-from jaxaccel.data._device import DeviceBatches, check_column, put_column, to_device
+from jaxaccel.data._device import DeviceBatches, put_column, to_device
 from jaxaccel.data._loader import check_plan
-from jaxaccel.data._plan import BatchPlan
+from jaxaccel.data._plan import Plan
+from jaxaccel.data._residency import check_memory, load_columns
 from jaxaccel.data._state import make_state, read_state
 from jaxaccel.data._store import ColumnSpec, Store
-
-# Where the device does not tell its memory, as the CPU does not.
-_DEFAULT_MAX_BYTES = 2 << 30
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -28,8 +24,10 @@ class DeviceDataset:
     write the whole data set into the compiled program.
 
     Args:
-      store: The store; it is copied, so later changes to its arrays do not show.
+      store: Any store. It is read once, in blocks of 64 MiB, and copied: later
+        changes to its arrays do not show.
       sharding: Where each column goes; None uses the default device, uncommitted.
+        With several processes each reads what its own devices hold.
       max_fraction: Largest share of a device's memory that the data may take.
       max_bytes: Largest size in bytes on a device, instead of the share. Where
         the device does not tell its memory (CPU), the default is 2 GiB.
@@ -73,20 +71,9 @@ class DeviceDataset:
                 f"a resident data set is indexed by int32, but the store holds "
                 f"{len(store)} examples; use a Loader"
             )
-        _check_memory(store, sharding, max_fraction, max_bytes)
-        arrays = (
-            store.columns
-            if isinstance(store, ArrayStore)
-            else store.take(np.arange(len(store)))
-        )
-        for name, array in arrays.items():
-            check_column(name, array)
+        check_memory(store, sharding, max_fraction, max_bytes)
         self.num_examples = len(store)
-        self.columns: dict[str, Any] = {
-            # A copy: the CPU backend would adopt the store's own memory.
-            name: put_column(name, _native_copy(array), sharding)
-            for name, array in arrays.items()
-        }
+        self.columns: dict[str, Any] = load_columns(store, sharding)
 
     def __len__(self) -> int:
         return self.num_examples
@@ -135,7 +122,7 @@ class DeviceDataset:
 
     def batches(
         self,
-        plan: BatchPlan,
+        plan: Plan,
         *,
         sharding: jax.sharding.Sharding | None = None,
         depth: int = 2,
@@ -159,6 +146,61 @@ class DeviceDataset:
         """
         source = _Indices(self, plan)
         return ResidentBatches(self, to_device(source, sharding=sharding, depth=depth))
+
+    def rows(
+        self,
+        plan: Plan,
+        steps: range | None = None,
+        *,
+        sharding: jax.sharding.Sharding | None = None,
+    ) -> dict[str, jax.Array]:
+        """Puts the indices of many steps on the device, for `make_epoch_scan`.
+
+        Args:
+          plan: Which examples make up which batch.
+          steps: The steps; None takes those of the first epoch. Those of epoch e are
+            `range(e * n, (e + 1) * n)` with n = `plan.steps_per_epoch`; a run that
+            was stopped at step t continues with `range(t, ...)`.
+          sharding: Where the indices of a batch go, as for `batches`.
+
+        Returns:
+          The indices, int32 of shape `(steps, batch)`, in a dict whose one key says
+          whether there is padding. Rows of it are what `batch` takes.
+
+        Raises:
+          IndexError: If a step is out of range.
+          ValueError: If there is no step, or the plan is for another number of
+            examples.
+        """
+        check_plan(len(self), self.spec, plan)
+        steps = range(plan.steps_per_epoch) if steps is None else steps
+        if not steps:
+            raise ValueError(f"there must be at least one step, got {steps}")
+        batches = [_host_rows(plan, step) for step in steps]
+        if isinstance(sharding, NamedSharding):
+            spec = PartitionSpec(None, *sharding.spec)
+            sharding = NamedSharding(sharding.mesh, spec)
+        return {
+            name: put_column(
+                name, np.stack([batch[name] for batch in batches]), sharding
+            )
+            for name in batches[0]
+        }
+
+    def batch(self, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Gathers the batch of one step; works inside jit.
+
+        Args:
+          rows: The rows of one step: what `rows` returned, without its first axis.
+
+        Returns:
+          One array for each column, `(batch, ...)`, and `mask` where the plan pads.
+        """
+        if "index" in rows:
+            return self.take(rows["index"])
+        padded = rows["padded_index"]
+        mask = padded >= 0
+        return {**self.take(jnp.where(mask, padded, ~padded)), "mask": mask}
 
     def tree_flatten_with_keys(self):
         """Splits the data set into its columns and the number of examples."""
@@ -209,7 +251,7 @@ class ResidentBatches:
         """Returns the state after the batch that was handed out last."""
         return self._indices.get_state()
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Any] | str | bytes) -> None:
         """Continues at a saved state."""
         self._indices.set_state(state)
 
@@ -221,7 +263,7 @@ class ResidentBatches:
 class _Indices:
     """Host batches that hold only int32 indices, with a loader's state."""
 
-    def __init__(self, dataset: DeviceDataset, plan: BatchPlan):
+    def __init__(self, dataset: DeviceDataset, plan: Plan):
         check_plan(len(dataset), dataset.spec, plan)
         self._plan, self._spec, self._step = plan, dataset.spec, 0
 
@@ -231,13 +273,7 @@ class _Indices:
     def __next__(self) -> dict[str, np.ndarray]:
         if self._step == self._plan.num_steps:
             raise StopIteration
-        rows = self._plan.indices(self._step).astype(np.int32)
-        if self._plan.remainder == "drop":
-            batch = {"index": rows}
-        else:
-            # Padding travels as the complement, so that no mask has to.
-            mask = self._plan.mask(self._step)
-            batch = {"padded_index": np.where(mask, rows, ~rows)}
+        batch = _host_rows(self._plan, self._step)
         self._step += 1
         return batch
 
@@ -247,19 +283,21 @@ class _Indices:
     def get_state(self) -> dict[str, Any]:
         return make_state(self._step, self._plan, self._spec)
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Any] | str | bytes) -> None:
         self._step = read_state(state, self._plan, self._spec)
 
 
+def _host_rows(plan: Plan, step: int) -> dict[str, np.ndarray]:
+    rows = plan.indices(step).astype(np.int32)
+    if plan.remainder != "pad":
+        return {"index": rows}
+    # Padding travels as the complement, so that no mask has to.
+    return {"padded_index": np.where(plan.mask(step), rows, ~rows)}
+
+
 @jax.jit
-def _gather(
-    dataset: DeviceDataset, batch: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    if "index" in batch:
-        return dataset.take(batch["index"])
-    rows = batch["padded_index"]
-    mask = rows >= 0
-    return {**dataset.take(jnp.where(mask, rows, ~rows)), "mask": mask}
+def _gather(dataset: DeviceDataset, rows: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return dataset.batch(rows)
 
 
 def _take(column: jax.Array, rows: jax.Array) -> jax.Array:
@@ -269,57 +307,3 @@ def _take(column: jax.Array, rows: jax.Array) -> jax.Array:
     # On a mesh of explicit axes jax asks where the result goes: to the indices.
     layout = NamedSharding(mesh, jax.typeof(rows).sharding.spec)
     return column.at[rows].get(mode="clip", out_sharding=layout)
-
-
-def _native_copy(array: np.ndarray) -> np.ndarray:
-    return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-
-
-def _check_memory(
-    store: Store,
-    sharding: jax.sharding.Sharding | None,
-    max_fraction: float,
-    max_bytes: int | None,
-) -> None:
-    size = sum(
-        _bytes_on_a_device((len(store), *spec.shape), spec.dtype, sharding)
-        for spec in store.spec.values()
-    )
-    if max_bytes is not None:
-        limit, why = max_bytes, "max_bytes"
-    else:
-        limit, why = _memory_limit(sharding, max_fraction)
-    if size > limit:
-        raise ValueError(
-            f"the data set takes {size} bytes on a device, more than {limit} ({why}); "
-            "ship batches with Loader and to_device, shard it over more devices, or "
-            "raise the limit with max_bytes"
-        )
-
-
-def _bytes_on_a_device(
-    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None
-) -> int:
-    if sharding is not None:
-        try:
-            shape = sharding.shard_shape(shape)
-        except ValueError:
-            # Placing it will fail, too, with the column's name.
-            pass
-    return math.prod(shape) * dtype.itemsize
-
-
-def _memory_limit(
-    sharding: jax.sharding.Sharding | None, max_fraction: float
-) -> tuple[int, str]:
-    if sharding is None:
-        device = jax.local_devices()[0]
-    else:
-        device = min(sharding.addressable_devices, key=lambda d: d.id)
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return _DEFAULT_MAX_BYTES, f"the default for {device.platform}"
-    total = stats["bytes_limit"]
-    free = total - stats.get("bytes_in_use", 0)
-    why = f"max_fraction={max_fraction} of {total} bytes, of which {free} are free"
-    return min(int(max_fraction * total), free), why

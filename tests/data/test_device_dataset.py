@@ -3,10 +3,19 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxaccel.data import ArrayStore, BatchPlan, DeviceDataset
+from jaxaccel.data import (
+    ArrayStore,
+    BatchPlan,
+    DeviceDataset,
+    Store,
+    _residency,
+    make_epoch_scan,
+)
+from jaxaccel.train import TrainState, make_train_step, masked_mean
 
 
 @pytest.fixture
@@ -31,19 +40,132 @@ def test_take_inside_jit_as_an_argument(store):
     assert len(lowered.as_text()) < 10_000
 
 
-def test_an_epoch_as_one_scan(store):
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_an_epoch_as_one_scan_equals_the_steps(store, remainder):
     dataset = DeviceDataset(store)
+    plan = BatchPlan(64, 24, epochs=2, remainder=remainder)
+
+    def step(state, batch):
+        image = batch["image"].astype(jnp.int32)
+        counts = batch.get("mask", jnp.ones(24, bool))
+        kept = jnp.where(counts[:, None, None, None], image, 0)
+        weight = jnp.arange(24, dtype=jnp.int32)[:, None, None, None]
+        state = state + (kept * weight).sum()
+        return state, {"sum": kept.sum(), "count": counts.sum(dtype=jnp.int32)}
+
+    epoch = make_epoch_scan(step)
+    state, metrics = jnp.int32(0), []
+    for e in range(2):
+        n = plan.steps_per_epoch
+        rows = dataset.rows(plan, range(e * n, (e + 1) * n))
+        state, values = epoch(state, dataset, rows)
+        metrics.append(values)
+    expected, sums, counted = 0, [], []
+    for t in range(len(plan)):
+        image = store.columns["image"][plan.indices(t)].astype(np.int64)
+        image = image * plan.mask(t)[:, None, None, None]
+        expected += (image * np.arange(24)[:, None, None, None]).sum()
+        sums.append(image.sum())
+        counted.append(plan.mask(t).sum())
+    assert int(state) == expected
+    np.testing.assert_array_equal(np.concatenate([m["sum"] for m in metrics]), sums)
+    np.testing.assert_array_equal(
+        np.concatenate([m["count"] for m in metrics]), counted
+    )
+    # A stopped run goes on in the middle of an epoch.
+    half, _ = epoch(jnp.int32(0), dataset, dataset.rows(plan, range(0, 3)))
+    whole, _ = epoch(half, dataset, dataset.rows(plan, range(3, len(plan))))
+    assert int(whole) == expected
+
+
+def test_a_train_step_in_a_scan(store):
+    dataset, plan = DeviceDataset(store), BatchPlan(64, 16, epochs=1)
+    tx = optax.sgd(0.1)
+
+    def loss_fn(params, model_state, batch, key):
+        x = batch["image"].astype(jnp.float32).mean(axis=(1, 2, 3)) / 255
+        noise = jax.random.uniform(key)
+        return masked_mean((params * x - noise) ** 2, batch), (model_state, {})
+
+    step = make_train_step(loss_fn, tx)
+    epoch = make_epoch_scan(step)
+
+    def start():
+        return TrainState.create(jnp.array(1.0), tx, key=jax.random.key(0))
+
+    scanned, metrics = epoch(start(), dataset, dataset.rows(plan))
+    state, losses = start(), []
+    with dataset.batches(plan) as batches:
+        for batch in batches:
+            state, values = step(state, batch)
+            losses.append(values["loss"])
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-6)
+    np.testing.assert_allclose(scanned.params, state.params, rtol=1e-6)
+    assert int(scanned.step) == 4
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_scan_over_several_devices(store, axis_type):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    dataset = DeviceDataset(store, sharding=everywhere)
+    where = NamedSharding(mesh, PartitionSpec("data"))
     plan = BatchPlan(64, 16, epochs=1)
-    order = np.stack([plan.indices(step) for step in range(4)]).astype(np.int32)
+    rows = dataset.rows(plan, sharding=where)
+    assert rows["index"].sharding.is_equivalent_to(
+        NamedSharding(mesh, PartitionSpec(None, "data")), 2
+    )
 
-    @jax.jit
-    def epoch(dataset, order):
-        def step(total, rows):
-            return total + dataset.take(rows)["image"].astype(jnp.int32).sum(), None
+    def step(total, batch):
+        labels = batch["label"].astype(jnp.int32)
+        return total + labels.sum(), labels
 
-        return jax.lax.scan(step, jnp.int32(0), order)[0]
+    total = jax.device_put(jnp.int32(0), everywhere)
+    total, labels = make_epoch_scan(step)(total, dataset, rows)
+    assert int(total) == 64 * 63 // 2
+    expected = [plan.indices(t) for t in range(4)]
+    np.testing.assert_array_equal(labels, expected)
 
-    assert int(epoch(dataset, order)) == int(store.columns["image"].sum())
+
+class Counted(Store):
+    """A store of no arrays, which notes what is read of it."""
+
+    def __init__(self, store):
+        super().__init__(store.spec)
+        self.store, self.reads = store, []
+
+    def __len__(self):
+        return len(self.store)
+
+    def fingerprint(self):
+        return "counted"
+
+    def _read(self, rows):
+        self.reads.append((int(rows[0]), len(rows)))
+        return self.store._read(rows)
+
+
+@pytest.mark.parametrize(
+    "spec", [None, PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data")]
+)
+def test_any_store_is_read_once_in_blocks(store, spec, monkeypatch):
+    # Blocks of 5 rows of 17 bytes: the last one of 64 is smaller.
+    monkeypatch.setattr(_residency, "_BLOCK_BYTES", 5 * 17)
+    counted, sharding = Counted(store), None
+    if spec is not None:
+        mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+        sharding = NamedSharding(mesh, spec)
+    if spec == PartitionSpec(None, "data"):
+        counted = Counted(ArrayStore({"image": store.columns["image"]}))
+    dataset = DeviceDataset(counted, sharding=sharding)
+    assert sum(count for _, count in counted.reads) == 64
+    assert max(count for _, count in counted.reads) <= 5
+    for name, column in dataset.columns.items():
+        np.testing.assert_array_equal(column, store.columns[name])
+        if sharding is None:
+            assert not column.committed
+        else:
+            assert column.sharding.is_equivalent_to(sharding, column.ndim)
 
 
 def test_it_is_a_pytree_with_named_leaves(store):
@@ -138,3 +260,13 @@ def test_bad_arguments(store):
     sharding = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
     with pytest.raises(ValueError, match=r"'x' of shape \(9,\).*divisible"):
         DeviceDataset(ArrayStore({"x": np.zeros(9, np.uint8)}), sharding=sharding)
+    with pytest.raises(ValueError, match="at least one step"):
+        dataset.rows(BatchPlan(64, 4), range(0))
+    with pytest.raises(ValueError, match="unroll must be at least 1"):
+        make_epoch_scan(lambda state, batch: (state, {}), unroll=0)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_step_must_be_a_function():
+    with pytest.raises(TypeError, match="step must be a function, got int"):
+        make_epoch_scan(3)  # pyright: ignore[reportArgumentType]

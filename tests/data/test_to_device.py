@@ -1,5 +1,12 @@
 """to_device: placement, aliasing, order and errors."""
 
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -249,3 +256,50 @@ def test_transfers_are_annotated(tmp_path):
             jax.block_until_ready(next(batches))
     recorded = b"".join(p.read_bytes() for p in tmp_path.rglob("*.xplane.pb"))
     assert b"jaxaccel.put" in recorded and b"jaxaccel.load" in recorded
+
+
+def test_the_time_of_putting_is_a_stage_of_the_loaders_stats():
+    store = ArrayStore({"x": np.zeros((8, 1000), np.uint8)})
+    with to_device(Loader(store, BatchPlan(8, 2, epochs=1)), depth=0) as batches:
+        seen = []
+        for _ in batches:
+            seen.append(batches.stats.seconds["put"])
+    # It grows with every batch.
+    assert len(seen) == 4 and 0 < seen[0] < seen[1] < seen[2] < seen[3]
+
+
+def test_two_processes_share_every_batch():
+    """Two real processes of two devices each, joined by jax.distributed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    script = pathlib.Path(__file__).with_name("two_processes.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(port), str(process)],
+            env=environment | {"JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        done = [process.communicate(timeout=240) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], done
+    seen = [json.loads(output.splitlines()[-1]) for output, _ in done]
+    image = np.random.default_rng(0).integers(0, 256, (24, 3), dtype=np.uint8)
+    order = [BatchPlan(24, 8, epochs=1).indices(step) for step in range(3)]
+    weight = np.arange(8)[:, None] + 1
+    sums = [int((image[rows].astype(int) * weight).sum()) for rows in order]
+    for process, part in enumerate(seen):
+        assert part["shapes"] == [[8]] * 3
+        mine = slice(4 * process, 4 * process + 4)
+        assert part["local"] == [rows[mine].tolist() for rows in order]
+        assert part["sums"] == part["resident"] == sums
+        # Each process holds its half of the resident data, no more.
+        assert part["held"] == 12 * 3
