@@ -21,8 +21,8 @@ from jaxaccel.data._arrow_fields import ArrowRows
 from jaxaccel.data._arrow_layout import Leaf, count_parts, import_pyarrow
 from jaxaccel.data._arrow_messages import CONTINUATION, MAGIC, Batch, read_messages
 from jaxaccel.data._arrow_stores import (
-    ChunkedFile,
-    MappedFile,
+    ArrowStore,
+    ChunkedStore,
     Stamp,
     file_stamp,
     translated,
@@ -48,7 +48,7 @@ def _open(path: Path, options: OpenOptions) -> Store:
     columns = read_columns(path, file.schema, options, peek)
     file.check_columns(columns)
     segments = {c.name: file.segments(c.index, c.leaf) for c in columns}
-    return MappedFile(_open, source, file.stamp, columns, file.counts(), segments)
+    return ArrowStore(_open, source, file.stamp, columns, file.counts(), segments)
 
 
 def _open_compressed(file: "_ArrowFile", options: OpenOptions) -> Store:
@@ -59,11 +59,13 @@ def _open_compressed(file: "_ArrowFile", options: OpenOptions) -> Store:
 
     columns = read_columns(file.path, file.schema, options, peek)
     file.check_columns(columns)
+    for column in columns:
+        file.check_decoded_rows(column.index, column.leaf)
     source = Source(file.path, options)
-    return _CompressedFile(_open, source, file.stamp, columns, file.counts(), file)
+    return CompressedArrowStore(_open, source, file.stamp, columns, file.counts(), file)
 
 
-class _CompressedFile(ChunkedFile):
+class CompressedArrowStore(ChunkedStore):
     def __init__(
         self,
         opener: Any,
@@ -96,8 +98,8 @@ def _decompress(file: "_ArrowFile", chunk: int, leaves: Mapping[int, Leaf]) -> A
     """Decodes some columns of one record batch, checking all that is used first."""
     pa, batch = import_pyarrow(), file.batches[chunk]
     file.check(np.array([batch.start]), np.array([batch.stop]))
-    for index, leaf in leaves.items():
-        file.check_decoded_size(batch, index, leaf)
+    for index in leaves:
+        file.check_decoded_size(batch, index)
     # A stream of its own: reading it needs no lock and no state.
     parts = [file.schema_range, *file.dictionaries, (batch.start, batch.stop)]
     stream = b"".join(file.data[start:stop].data for start, stop in parts)
@@ -128,7 +130,7 @@ class _ArrowFile:
             content = self.data[start:stop].tobytes()
             self.schema = pa.ipc.read_schema(pa.py_buffer(content))
             # Names that are no UTF-8 are noticed only when they are used.
-            str(self.schema)
+            list(self.schema.names)
         if not self.batches:
             raise ValueError(f"{path} holds no example; a store needs at least one")
         self._find_fields()
@@ -177,19 +179,35 @@ class _ArrowFile:
                 if batch.nodes[[node + level for level in column.leaf.nodes], 1].any():
                     raise missing_values(self.path, column.name)
 
-    def check_decoded_size(self, batch: Batch, index: int, leaf: Leaf) -> None:
-        """Checks that the buffers of a column claim no absurd size."""
+    def check_decoded_size(self, batch: Batch, index: int) -> None:
+        """Checks that the buffers of a compressed column claim no absurd size."""
         first, last = (firsts[1] for firsts in self._firsts[index : index + 2])
         for buffer in range(first, last):
-            start, size = batch.buffers[buffer].tolist()
-            if size < 8:
-                continue
-            place = batch.body + start
-            claimed = int(self.data[place : place + 8].view("<i8")[0])
-            if not -1 <= claimed <= size * _MOST_GROWTH:
+            size, claimed = int(batch.buffers[buffer, 1]), self._decoded(batch, buffer)
+            if not 0 <= claimed <= size * _MOST_GROWTH:
                 raise self._damage(
-                    batch, f"a buffer of {size} bytes claims to hold {claimed}"
+                    batch, f"a buffer of {size} bytes that claims to hold {claimed}"
                 )
+
+    def check_decoded_rows(self, index: int, leaf: Leaf) -> None:
+        """Checks that compressed buffers claim to hold all examples."""
+        values = self._firsts[index][1] + leaf.values
+        for batch in self.batches:
+            sizes = [self._decoded(batch, buffer) for buffer in (values, values - 1)]
+            if room(leaf, *sizes) < batch.rows:
+                raise self._damage(
+                    batch, f"{batch.rows} examples that do not fit in {sizes[0]} bytes"
+                )
+
+    def _decoded(self, batch: Batch, buffer: int) -> int:
+        # A compressed buffer begins with its length before the compression.
+        start, size = batch.buffers[buffer].tolist()
+        if size < 8:
+            return 0
+        place = batch.body + start
+        self.check(np.array([place]), np.array([place + 8]))
+        claimed = int.from_bytes(self.data[place : place + 8].tobytes(), "little")
+        return size - 8 if claimed == 2**64 - 1 else claimed
 
     def segments(self, index: int, leaf: Leaf) -> Segments:
         """Where an uncompressed column is in all record batches."""
@@ -200,7 +218,7 @@ class _ArrowFile:
             before, before_size = batch.buffers[values - 1].tolist()
             if room(leaf, size, before_size) < batch.rows:
                 raise self._damage(
-                    batch, f"{batch.rows} examples do not fit in {size} bytes"
+                    batch, f"{batch.rows} examples that do not fit in {size} bytes"
                 )
             spans.append((start, start + size, before, batch.body))
         starts, stops, offsets, bodies = np.array(spans).T
@@ -218,7 +236,15 @@ class _ArrowFile:
         return DataCorruptionError(self.path, None, batch.start, reason)
 
 
-class _ArrowWriter:
+class ArrowWriter:
+    """Writes an Arrow IPC file and its checksums beside it; see `Writer`.
+
+    Args:
+      path: The file, which must not exist.
+      spec: The columns.
+      options: How to write it.
+    """
+
     def __init__(
         self, path: Path, spec: Mapping[str, ColumnSpec], options: WriteOptions
     ):
@@ -231,10 +257,12 @@ class _ArrowWriter:
         )  # fmt: skip
 
     def write(self, batch: Mapping[str, np.ndarray]) -> None:
+        """See `Writer.write`."""
         for full in self._rows.add(batch):
             self._writer.write_batch(full)
 
     def finish(self) -> None:
+        """See `Writer.finish`."""
         for rest in self._rows.rest():
             self._writer.write_batch(rest)
         self._writer.close()
@@ -243,6 +271,7 @@ class _ArrowWriter:
         write_checksums(self._path)
 
     def abort(self) -> None:
+        """See `Writer.abort`."""
         # Closing writes the footer, for which there may be no room.
         with contextlib.suppress(OSError, ValueError):
             self._writer.close()
@@ -263,6 +292,6 @@ FORMAT = Format(
     (".arrow", ".feather", ".ipc"),
     _recognizes,
     _open,
-    _ArrowWriter,
+    ArrowWriter,
     ("lz4", "zstd"),
 )

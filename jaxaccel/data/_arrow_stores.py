@@ -20,6 +20,7 @@ from jaxaccel.data._arrow_buffers import (
 from jaxaccel.data._arrow_columns import Column
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import OpenOptions
+from jaxaccel.data._guards import DataWarning
 from jaxaccel.data._store import Store, aligned_empty, digest
 
 CACHE_BYTES = 256 << 20
@@ -65,7 +66,7 @@ class FileStore(Store):
         return digest([self._stamp, columns])
 
 
-class MappedFile(FileStore):
+class ArrowStore(FileStore):
     """A file whose uncompressed buffers are memory-mapped; see `FileStore`.
 
     Args:
@@ -141,7 +142,7 @@ class MappedFile(FileStore):
         return out
 
 
-class ChunkedFile(FileStore):
+class ChunkedStore(FileStore):
     """A file whose chunks are decoded as a whole; the last ones are kept.
 
     Args:
@@ -226,6 +227,7 @@ class ChunkedFile(FileStore):
             "every read decodes whole chunks. Convert it once to an Arrow file without "
             "compression, which is memory-mapped: "
             "jaxaccel.data.convert(src, dst, format='arrow')",
+            DataWarning,
             stacklevel=2,
         )
 

@@ -12,7 +12,7 @@ from jaxaccel.data._arrow_buffers import Segments, Source, column_of, first_blob
 from jaxaccel.data._arrow_columns import Column, read_columns
 from jaxaccel.data._arrow_fields import ArrowRows
 from jaxaccel.data._arrow_layout import Leaf, import_pyarrow
-from jaxaccel.data._arrow_stores import ChunkedFile, file_stamp, translated
+from jaxaccel.data._arrow_stores import ChunkedStore, file_stamp, translated
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
 from jaxaccel.data._sidecar import Checksums, sync, write_checksums
@@ -37,10 +37,10 @@ def _open(path: Path, options: OpenOptions) -> Store:
                 "differ between row groups; write the indices themselves, or leave it "
                 "out with columns={...}"
             )
-    return _ParquetStore(columns, Source(path, options), file)
+    return ParquetStore(columns, Source(path, options), file)
 
 
-class _ParquetStore(ChunkedFile):
+class ParquetStore(ChunkedStore):
     def __init__(
         self, columns: tuple[Column, ...], source: Source, file: "_ParquetFile"
     ):
@@ -67,10 +67,9 @@ class _ParquetFile:
             self._metadata = file.metadata
             self.schema = file.schema_arrow
             # Names that are no UTF-8 are noticed only when they are used.
-            str(self.schema)
+            list(self.schema.names)
             groups = [self._metadata.row_group(i) for i in range(file.num_row_groups)]
             counts = [group.num_rows for group in groups]
-            self.spans = [self._span(group) for group in groups]
         total = self._metadata.num_rows
         if min(counts, default=0) < 0 or sum(counts) != total:
             raise self._damage(
@@ -80,7 +79,7 @@ class _ParquetFile:
         self._groups = [i for i, count in enumerate(counts) if count]
         if not self._groups:
             raise ValueError(f"{path} holds no example; a store needs at least one")
-        self.spans = [self.spans[i] for i in self._groups]
+        self.spans = [self._span(groups[i]) for i in self._groups]
         self.counts = np.array([counts[i] for i in self._groups])
 
     def _check_footer(self) -> None:
@@ -108,7 +107,8 @@ class _ParquetFile:
         for i in range(group.num_columns):
             column = group.column(i)
             first = column.data_page_offset
-            if column.has_dictionary_page:
+            # Some writers say 0 where there is none.
+            if column.has_dictionary_page and column.dictionary_page_offset > 0:
                 first = min(first, column.dictionary_page_offset)
             last = first + column.total_compressed_size
             if not 4 <= first <= last <= size:
@@ -145,7 +145,15 @@ class _ParquetFile:
         return DataCorruptionError(self.path, None, max(0, self.stamp[1] - 8), reason)
 
 
-class _ParquetWriter:
+class ParquetWriter:
+    """Writes a Parquet file and its checksums beside it; see `Writer`.
+
+    Args:
+      path: The file, which must not exist.
+      spec: The columns.
+      options: How to write it.
+    """
+
     def __init__(
         self, path: Path, spec: Mapping[str, ColumnSpec], options: WriteOptions
     ):
@@ -164,10 +172,12 @@ class _ParquetWriter:
         )
 
     def write(self, batch: Mapping[str, np.ndarray]) -> None:
+        """See `Writer.write`."""
         for full in self._rows.add(batch):
             self._writer.write_batch(full, row_group_size=self._rows.rows)
 
     def finish(self) -> None:
+        """See `Writer.finish`."""
         for rest in self._rows.rest():
             self._writer.write_batch(rest, row_group_size=self._rows.rows)
         self._writer.close()
@@ -176,6 +186,7 @@ class _ParquetWriter:
         write_checksums(self._path)
 
     def abort(self) -> None:
+        """See `Writer.abort`."""
         # Closing writes the footer, for which there may be no room.
         with contextlib.suppress(OSError, ValueError):
             self._writer.close()
@@ -213,6 +224,6 @@ FORMAT = Format(
     (".parquet",),
     _recognizes,
     _open,
-    _ParquetWriter,
+    ParquetWriter,
     ("lz4", "snappy", "zstd"),
 )
