@@ -8,6 +8,7 @@ from jaxaccel._fetch import DatasetUnavailableError
 from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._augment import random_crop_flip
 from jaxaccel.data._bits import pack_bits, unpack_bits
+from jaxaccel.data._cache import disk_cache, memory_cache
 from jaxaccel.data._color import color_jitter
 from jaxaccel.data._convert import convert
 from jaxaccel.data._crops import random_resized_crop
@@ -31,6 +32,7 @@ from jaxaccel.data._sequences import StreamPlan, WindowStore, windows
 from jaxaccel.data._statistics import mean_and_std
 from jaxaccel.data._stats import LoaderStats
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
+from jaxaccel.data._verify import VerifyReport, verify
 
 __all__ = (
     "ArrayStore",
@@ -53,6 +55,7 @@ __all__ = (
     "ResidentBatches",
     "Store",
     "StreamPlan",
+    "VerifyReport",
     "WeightedPlan",
     "WindowStore",
     "balanced_weights",
@@ -61,10 +64,12 @@ __all__ = (
     "convert",
     "cutmix",
     "cutout",
+    "disk_cache",
     "load_dataset",
     "make_epoch_scan",
     "make_normalizer",
     "mean_and_std",
+    "memory_cache",
     "mixup",
     "one_hot",
     "open_store",
@@ -75,5 +80,6 @@ __all__ = (
     "random_resized_crop",
     "to_device",
     "unpack_bits",
+    "verify",
     "windows",
 )

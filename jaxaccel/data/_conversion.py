@@ -1,6 +1,7 @@
 """The work of convert: rows from a store to the files of a format."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import shutil
@@ -12,49 +13,132 @@ from typing import Any
 import numpy as np
 
 from jaxaccel.data import _npy
+from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._bar import Bar
 from jaxaccel.data._disk import is_full, require_space, size_text
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
 from jaxaccel.data._npy import NpyWriter
-from jaxaccel.data._partial import Partial
-from jaxaccel.data._store import Store
+from jaxaccel.data._partial import Partial, locked
+from jaxaccel.data._sidecar import WITH_CHECKSUMS, sidecar_path, write_checksums
+from jaxaccel.data._store import ConcatStore, SliceStore, Store
 
+_BATCH_BYTES = 16 << 20
 _SECONDS_BETWEEN_NOTES = 2.0
 
 
-class Conversion:
-    """Writes all parts of a destination into its partial folder.
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a conversion makes.
 
-    Args:
-      store: Where the rows come from.
-      partial: The folder, with what an earlier attempt left.
-      parts: Names of the files.
+    Attributes:
+      destination: As in `convert`.
+      parts: Names of the files beside it.
       known: Their format.
       compression: As in `WriteOptions`.
-      staged: Whether decoded rows are kept in the folder before they are written.
-      size: Rows in a batch.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        partial: Partial,
-        parts: list[str],
-        known: Format,
-        compression: str | None,
-        *,
-        staged: bool,
-        size: int,
-    ):
-        self._store, self._partial = store, partial
-        self._known, self._compression = known, compression
+    destination: Path
+    parts: list[str]
+    known: Format
+    compression: str | None = None
+
+    @property
+    def finals(self) -> list[Path]:
+        """The files' final paths."""
+        return [self.destination.with_name(part) for part in self.parts]
+
+
+def write_store(
+    store: Store,
+    target: Target,
+    *,
+    size: int,
+    progress: bool,
+    overwrite: bool = False,
+    wait: bool = False,
+) -> None:
+    """Writes a store, going on where an earlier attempt stopped.
+
+    Args:
+      store: Where the examples come from.
+      target: Where they go.
+      size: Examples in a batch.
+      progress: Whether to show how far it is.
+      overwrite: Whether existing files are replaced.
+      wait: Whether to wait for another process that writes the same, and to leave
+        what it wrote; False raises.
+    """
+    job = {
+        "version": 1,
+        "source": store.fingerprint(),
+        "length": len(store),
+        "columns": {n: [str(s.dtype), s.shape] for n, s in store.spec.items()},
+        "format": target.known.name,
+        "compression": target.compression,
+        "parts": target.parts,
+    }
+    with locked(target.destination, wait=wait):
+        partial = Partial(target.destination, job)
+        try:
+            if not partial.publishing:
+                if wait and target.destination.exists():
+                    return partial.discard()
+                refuse_existing(target.finals, overwrite)
+                work = _Conversion(store, partial, target, size)
+                work.probe()
+                work.run(progress)
+            partial.publish(target.parts)
+        except BaseException:
+            if partial.is_fresh:
+                partial.discard()
+            raise
+
+
+def refuse_existing(finals: list[Path], overwrite: bool) -> None:
+    """Raises FileExistsError if a file exists that must not be replaced."""
+    existing = [final for final in finals if final.exists()]
+    if existing and not overwrite:
+        raise FileExistsError(
+            f"{existing[0]} exists; pass overwrite=True to replace it, or choose "
+            "another destination"
+        )
+
+
+def batch_rows(store: Store) -> int:
+    """How many examples of a store are a batch of some megabytes."""
+    return max(1, min(4096, _BATCH_BYTES // max(1, row_bytes(store))))
+
+
+def row_bytes(store: Store) -> int:
+    """Bytes of one decoded example."""
+    return sum(
+        math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+        for spec in store.spec.values()
+    )
+
+
+def _is_plain(store: Store) -> bool:
+    # Reading it again costs no more than reading what was staged.
+    if isinstance(store, ConcatStore):
+        return all(_is_plain(part) for part in store._stores)
+    if isinstance(store, SliceStore):
+        return _is_plain(store._store)
+    return isinstance(store, ArrayStore)
+
+
+class _Conversion:
+    """Writes all parts of a target into its partial folder."""
+
+    def __init__(self, store: Store, partial: Partial, target: Target, size: int):
+        self._store, self._partial, self._size = store, partial, size
+        self._known, self._compression = target.known, target.compression
         # An npy folder is its own stage.
-        self._in_place = known is _npy.FORMAT
-        self._staged = staged and not self._in_place
-        self._size = size
-        ends = [len(store) * (i + 1) // len(parts) for i in range(len(parts))]
-        starts = [0, *ends[:-1]]
-        self._parts = dict(zip(parts, zip(starts, ends, strict=True), strict=True))
+        self._in_place = self._known is _npy.FORMAT
+        self._staged = not self._in_place and not _is_plain(store)
+        count = len(target.parts)
+        ends = [len(store) * (i + 1) // count for i in range(count)]
+        ranges = zip([0, *ends[:-1]], ends, strict=True)
+        self._parts = dict(zip(target.parts, ranges, strict=True))
         self._row_bytes = row_bytes(store)
         self._feed = _Feed(store, size)
 
@@ -122,9 +206,8 @@ class Conversion:
             os.rename(self._partial.staging, path)
             return
         if self._staged:
-            options = OpenOptions()
-            source = _npy.FORMAT.open(self._partial.staging, options)
-            batches = source.scan(self._size)
+            staged = _npy.FORMAT.open(self._partial.staging, OpenOptions())
+            batches = staged.scan(self._size)
         else:
             batches = self._feed.batches(start, stop)
         writer = self._create(path, stop - start)
@@ -136,6 +219,8 @@ class Conversion:
         except BaseException:
             writer.abort()
             raise
+        if self._known.name not in WITH_CHECKSUMS and not sidecar_path(path).exists():
+            write_checksums(path)
 
     def probe(self) -> None:
         """Raises what the format has against the columns, before anything is done."""
@@ -218,11 +303,3 @@ class _Feed:
 
 def _length(batch: Mapping[str, np.ndarray]) -> int:
     return len(next(iter(batch.values())))
-
-
-def row_bytes(store: Store) -> int:
-    """Bytes of one decoded example."""
-    return sum(
-        math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
-        for spec in store.spec.values()
-    )

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxaccel.data import _open
-from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._checks import as_count
-from jaxaccel.data._conversion import Conversion, row_bytes
+from jaxaccel.data._conversion import (
+    Target,
+    batch_rows,
+    refuse_existing,
+    write_store,
+)
 from jaxaccel.data._formats import Format
-from jaxaccel.data._partial import Partial, locked, partial_folder
-from jaxaccel.data._store import ColumnSpec, ConcatStore, SliceStore, Store
-
-_BATCH_BYTES = 16 << 20
+from jaxaccel.data._partial import partial_folder
+from jaxaccel.data._store import ColumnSpec, Store
 
 
 def convert(
@@ -93,40 +95,19 @@ def convert(
     names = _names(destination, shards)
     finals = [destination.with_name(name) for name in names]
     if not partial_folder(destination).exists():
-        _refuse_existing(finals, overwrite)
+        refuse_existing(finals, overwrite)
     with _opened(source, asked) as store:
         _check_resized(store, image_size)
-        size = _batch_size(store, batch_size)
-        job = {
-            "version": 1,
-            "source": store.fingerprint(),
-            "length": len(store),
-            "columns": {n: [str(s.dtype), s.shape] for n, s in store.spec.items()},
-            "format": known.name,
-            "compression": compression,
-            "parts": names,
-        }
         if (shards or 1) > len(store):
             raise ValueError(
                 f"shards must be at most the number of examples, {len(store)}, got "
                 f"{shards}"
             )
-        with locked(destination, wait=False):
-            partial = Partial(destination, job)
-            try:
-                if not partial.publishing:
-                    _refuse_existing(finals, overwrite)
-                    work = Conversion(
-                        store, partial, names, known, compression,
-                        staged=not _is_plain(store), size=size,
-                    )  # fmt: skip
-                    work.probe()
-                    work.run(progress)
-                partial.publish(names)
-            except BaseException:
-                if partial.is_fresh:
-                    partial.discard()
-                raise
+        target = Target(destination, names, known, compression)
+        size = as_count(
+            "batch_size", batch_rows(store) if batch_size is None else batch_size, 1
+        )
+        write_store(store, target, size=size, progress=progress, overwrite=overwrite)
     paths = [(final, known) for final in finals]
     return _open.open_all(paths, _open.OpenOptions())
 
@@ -186,15 +167,6 @@ def _names(destination: Path, shards: int | None) -> list[str]:
     return [f"{stem}-{i:05d}-of-{shards:05d}{suffix}" for i in range(shards)]
 
 
-def _refuse_existing(finals: list[Path], overwrite: bool) -> None:
-    existing = [final for final in finals if final.exists()]
-    if existing and not overwrite:
-        raise FileExistsError(
-            f"{existing[0]} exists; pass overwrite=True to replace it, or choose "
-            "another destination"
-        )
-
-
 @contextlib.contextmanager
 def _opened(source: Any, asked: dict[str, Any]) -> Iterator[Store]:
     asked = {name: value for name, value in asked.items() if value is not None}
@@ -217,18 +189,3 @@ def _check_resized(store: Store, image_size: tuple[int, int] | None) -> None:
             f"image_size {image_size} resizes images while they are decoded, but the "
             f"source holds arrays of {shapes}; resize them before"
         )
-
-
-def _batch_size(store: Store, batch_size: int | None) -> int:
-    if batch_size is not None:
-        return as_count("batch_size", batch_size, 1)
-    return max(1, min(4096, _BATCH_BYTES // max(1, row_bytes(store))))
-
-
-def _is_plain(store: Store) -> bool:
-    # Reading it again costs no more than reading what was staged.
-    if isinstance(store, ConcatStore):
-        return all(_is_plain(part) for part in store._stores)
-    if isinstance(store, SliceStore):
-        return _is_plain(store._store)
-    return isinstance(store, ArrayStore)

@@ -57,7 +57,9 @@ def writable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _READ_ONLY:
+        place = Path(error.filename or folder)
+        ours = place.is_relative_to(folder) or folder.is_relative_to(place)
+        if error.errno not in _READ_ONLY or not ours:
             raise
         message = (
             f"cannot write the cache folder {folder} ({error.strerror}); set "

@@ -13,6 +13,8 @@ from jaxaccel.data._disk import sync
 from jaxaccel.data._errors import DataCorruptionError
 
 BLOCK = 1 << 16
+# Names of the formats that need none; those of Parquet's pages are optional.
+WITH_CHECKSUMS = ("array_record", "tfrecord")
 _SUFFIX = ".crc.npz"
 _VERSION = 1
 # Ranges of at most so many blocks are looked up together, longer ones one by one.
@@ -246,7 +248,7 @@ def _parse(source: Path, file: BinaryIO) -> tuple[int, np.ndarray]:
     if (version, block) != (_VERSION, BLOCK):
         raise ValueError(
             f"{source} was written by another version of jaxaccel (version {version}, "
-            f"blocks of {block} bytes); write it again: verify(path, write_index=True)"
+            f"blocks of {block} bytes); delete it, then verify(path, write_index=True)"
         )
     if crcs.dtype != np.uint32 or crcs.shape != (-(-size // BLOCK),):
         reason = f"{crcs.shape} {crcs.dtype} checksums for {size} bytes"

@@ -27,7 +27,7 @@ from jaxaccel.data._partial import locked
 N = 60
 WRITABLE = sorted(name for name, known in FORMATS.items() if known.create)
 SUFFIX = {
-    name: (FORMATS[name].suffixes[0] if name != "npy" else "") for name in FORMATS
+    name: (FORMATS[name].suffixes[0] if name != "npy" else "") for name in WRITABLE
 }
 
 
