@@ -32,6 +32,13 @@ class Source(Protocol):
         ...
 
 
+class ClosedError(RuntimeError):
+    """Another thread has closed what was waited for."""
+
+    def __init__(self) -> None:
+        super().__init__("the loader was closed while a batch was waited for")
+
+
 class Budget:
     """How many batches may exist ahead of the consumer.
 
@@ -131,13 +138,14 @@ class _Run:
     def next(self) -> tuple[Made, int]:
         with self._changed:
             depth = len(self._ready)
-            self._changed.wait_for(lambda: self._ready or self._error)
+            self._changed.wait_for(lambda: self._ready or self._error or self._stopped)
             if self._ready:
                 made = self._ready.popleft()
                 self._changed.notify_all()
                 return made, depth
+            if self._error is None:
+                raise ClosedError
             error, self._error = self._error, None
-        assert error is not None
         raise error
 
     def stop(self, seconds: float | None) -> None:

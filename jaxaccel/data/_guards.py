@@ -1,5 +1,6 @@
 """Warnings of pipelines that cost a multiple of what they could, with the multiple."""
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,8 +18,11 @@ _MAX_AHEAD = 256 << 20
 # A per-item map that costs less than this many gathers is let pass.
 _LEAST_FACTOR = 3.0
 _GATHERED = 256
-_MAPS = ("MapMapDataset", "RandomMapMapDataset", "MapWithIndexMapDataset")
-_ITER_MAPS = ("MapIterDataset", "RandomMapIterDataset", "MapWithIndexIterDataset")
+_MAPS = tuple(
+    f"{kind}{of}Dataset"
+    for kind in ("Map", "RandomMap", "MapWithIndex")
+    for of in ("Map", "Iter")
+)
 
 
 class DataWarning(UserWarning):
@@ -58,7 +62,7 @@ def check_sent(sent_bytes: int, workers: int, *, stacklevel: int) -> None:
     """
     if sent_bytes > _MANY_BYTES:
         warnings.warn(
-            f"each of {workers} workers gets a copy of {_megabytes(sent_bytes)} that "
+            f"each of {workers} workers gets a copy of {_in_bytes(sent_bytes)} that "
             f"this process holds in memory, {workers + 1}x the memory in all; keep "
             "the data in files, which workers share: convert() them, open_store(path)",
             DataWarning,
@@ -139,14 +143,14 @@ def _too_wide(
 ) -> str:
     size = batch_size * int(np.prod(spec.shape, dtype=np.int64))
     wide, slim = size * spec.dtype.itemsize, size * narrow.itemsize
-    fix = f"store x.astype(np.{narrow})"
+    fix = f"if all of them are so, store x.astype(np.{narrow})"
     if spec.shape:
         fix += " and normalize inside the jitted step (make_normalizer)"
     values = "whole numbers from 0 to 255" if spec.shape else f"fit {narrow}"
     return (
         f"column {name!r} is {spec.dtype}, but the values of the {looked_at} examples "
-        f"looked at {'are ' if spec.shape else ''}{values}: {_megabytes(wide)} a batch "
-        f"instead of {_megabytes(slim)}, {wide / slim:g}x the bytes to gather and to "
+        f"looked at {'are ' if spec.shape else ''}{values}: {_in_bytes(wide)} a batch "
+        f"instead of {_in_bytes(slim)}, {wide / slim:g}x the bytes to gather and to "
         f"ship; {fix}"
     )
 
@@ -159,23 +163,22 @@ def _ancestors(dataset: Any) -> Iterator[Any]:
 
 
 def _item_maps(nodes: list[Any]) -> Iterator[str]:
-    for place, node in enumerate(nodes):
-        kind = type(node).__name__
-        below = nodes[place + 1 :]
-        if kind not in _MAPS + _ITER_MAPS or any(_is_batch(n) for n in below):
+    for node in nodes:
+        below = list(_ancestors(node))[1:]
+        if type(node).__name__ not in _MAPS or any(_is_batch(n) for n in below):
             continue
-        if not any(_in_memory(n) for n in below):
-            continue
-        item = _seconds_an_element(node)
-        whole = _gather_seconds(_first(node))
-        if item > _LEAST_FACTOR * whole:
-            yield (
-                "a function is mapped over single examples of data in memory: "
-                f"{1e6 * item:.1f} us an example, {item / whole:.0f}x the "
-                f"{1e6 * whole:.2f} us of gathering {_GATHERED} at once; use a Loader, "
-                "whose transform gets whole batches, or augment inside the jitted step"
-            )
-        # Those below it are part of what was measured.
+        columns = _arrays(_first(node))
+        if columns and any(_in_memory(n) for n in below):
+            item, whole = _seconds_an_element(node), _gather_seconds(columns)
+            if item > _LEAST_FACTOR * whole:
+                yield (
+                    "a function is mapped over single examples of data in memory: "
+                    f"{1e6 * item:.1f} us an example, {item / whole:.0f}x the "
+                    f"{1e6 * whole:.2f} us of gathering {_GATHERED} at once; use a "
+                    "Loader, whose transform gets whole batches, or augment inside "
+                    "the jitted step"
+                )
+        # The maps below this one were measured with it.
         return
 
 
@@ -184,16 +187,15 @@ def _large_buffers(nodes: list[Any]) -> Iterator[str]:
         options = getattr(node, "_read_options", None)
         if options is None or not any(_is_batch(n) for n in _ancestors(node)):
             continue
-        size = sum(leaf.nbytes for leaf in _arrays(_first(node.parents[0])))
+        size = sum(array.nbytes for array in _arrays(_first(node.parents[0])))
         ahead = options.prefetch_buffer_size
         if ahead * size > _MAX_AHEAD:
-            few = max(1, _MAX_AHEAD // size)
+            few = max(1, min(4, _MAX_AHEAD // size))
             yield (
-                f"{ahead} batches of {_megabytes(size)} are prepared ahead, "
-                f"{_megabytes(ahead * size)} in all and {ahead / few:.0f}x what "
-                f"{_megabytes(_MAX_AHEAD)} hold; pass to_iter_dataset("
-                "grain.ReadOptions(num_threads=2, "
-                f"prefetch_buffer_size={min(few, 4)}))"
+                f"{ahead} batches of {_in_bytes(size)} are prepared ahead, "
+                f"{_in_bytes(ahead * size)} in all, {ahead * size / _MAX_AHEAD:.1f}x "
+                f"what a Loader allows; pass to_iter_dataset(grain.ReadOptions("
+                f"num_threads=2, prefetch_buffer_size={few}))"
             )
 
 
@@ -203,28 +205,30 @@ def _is_batch(node: Any) -> bool:
 
 def _in_memory(node: Any) -> bool:
     source = getattr(node, "_source", None)
-    if isinstance(source, (np.ndarray, list, tuple, range, Store)):
+    if isinstance(source, (np.ndarray, list, tuple, range)):
         return not isinstance(source, np.memmap)
     return type(node).__name__ == "RangeMapDataset"
 
 
 def _first(node: Any) -> Any:
-    return node[0] if hasattr(node, "__getitem__") else next(iter(node))
+    if hasattr(node, "__getitem__"):
+        return node[0]
+    with contextlib.closing(iter(node)) as elements:
+        return next(elements)
 
 
 def _seconds_an_element(node: Any, count: int = 20) -> float:
     if hasattr(node, "__getitem__"):
         return _median(lambda i: node[i % len(node)], count)
-    elements = iter(node)
-    next(elements)
-    return _median(lambda i: next(elements, None), count)
+    with contextlib.closing(iter(node)) as elements:
+        next(elements)
+        return _median(lambda _: next(elements, None), count)
 
 
-def _gather_seconds(element: Any) -> float:
-    columns = [np.repeat(a[None], _GATHERED, axis=0) for a in _arrays(element)]
+def _gather_seconds(columns: list[np.ndarray]) -> float:
+    batches = [np.repeat(array[None], _GATHERED, axis=0) for array in columns]
     rows = np.random.default_rng(0).permutation(_GATHERED)
-    batch = _median(lambda _: [gather(c, rows) for c in columns], 5)
-    return batch / _GATHERED
+    return _median(lambda _: [gather(b, rows) for b in batches], 5) / _GATHERED
 
 
 def _median(call: Callable[[int], object], count: int) -> float:
@@ -237,8 +241,11 @@ def _median(call: Callable[[int], object], count: int) -> float:
 
 
 def _arrays(element: Any) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(element)]
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(element)]
+    return [leaf for leaf in leaves if leaf.dtype.kind in "biufc"]
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.3g} MB"
+def _in_bytes(size: int) -> str:
+    if size < 1e6:
+        return f"{size / 1e3:.3g} kB"
+    return f"{size / 1e6:,.0f} MB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

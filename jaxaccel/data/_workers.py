@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxaccel.data import _wire
-from jaxaccel.data._ahead import Budget
+from jaxaccel.data._ahead import Budget, ClosedError
 from jaxaccel.data._batches import BatchMaker, Made
 
 # One batch in the making and one asked for, so that no worker waits for an answer.
@@ -172,10 +172,16 @@ class _Pool:
         step = self._given
         with self._changed:
             depth = sum(isinstance(made, Made) for made in self._results.values())
-            self._changed.wait_for(lambda: step in self._results or self.lost)
+            # What was asked for is answered, even where a worker is lost.
+            self._changed.wait_for(
+                lambda: (
+                    step in self._results
+                    or self._closed
+                    or (self.lost is not None and step >= self._asked)
+                )
+            )
             if step not in self._results:
-                assert self.lost is not None
-                raise self.lost
+                raise self.lost or ClosedError()
             result = self._results.pop(step)
             if isinstance(result, BaseException):
                 raise result
@@ -186,10 +192,12 @@ class _Pool:
     def close(self) -> None:
         with self._changed:
             self._closed = True
+            self._changed.notify_all()
+            workers = list(self._workers)
         # Wakes the thread; terminating ends what else it may be waiting for.
         with contextlib.suppress(OSError):
             self._wake.send(b"x")
-        for worker in self._workers:
+        for worker in workers:
             # The thread may have ended it already.
             with contextlib.suppress(ValueError):
                 worker.process.terminate()
@@ -222,11 +230,14 @@ class _Pool:
     def _take_in(self) -> None:
         try:
             self._begin()
-            while not self._closed and self.lost is None:
+            while not self._closed and (
+                self.lost is None or any(worker.asked for worker in self._workers)
+            ):
                 self._receive_some()
         except BaseException as error:
             with self._changed:
                 self.lost = RuntimeError(f"the loader's thread failed: {error!r}")
+                self._asked = self._given
                 self._changed.notify_all()
         finally:
             self._end()
@@ -248,13 +259,12 @@ class _Pool:
             try:
                 result = _wire.receive(worker.socket)
             except (EOFError, OSError):
-                result = worker.lost()
-                worker.ready = False
+                self._lose(worker)
+                continue
             except Exception as error:
                 result = RuntimeError(f"the answer cannot be unpickled: {error!r}")
-            seconds = time.perf_counter() - start
             with self._changed:
-                self._accept(worker, result, seconds)
+                self._accept(worker, result, time.perf_counter() - start)
                 self._ask()
                 self._changed.notify_all()
 
@@ -264,12 +274,24 @@ class _Pool:
             worker.ready = result is None
             self.lost = self.lost or result
             return
-        run, step = worker.asked.popleft()
         if isinstance(result, Made):
             result.seconds["receive"] = seconds
             self._budget.observe(result)
+        self._answer(*worker.asked.popleft(), result)
+
+    def _answer(self, run: int, step: int, result: Made | BaseException) -> None:
         if run == self._run:
             self._results[step] = result
+
+    def _lose(self, worker: _Worker) -> None:
+        lost = worker.lost()
+        worker.end()
+        with self._changed:
+            self._workers.remove(worker)
+            self.lost = self.lost or lost
+            for run, step in worker.asked:
+                self._answer(run, step, lost)
+            self._changed.notify_all()
 
 
 def _pack_maker(maker: BatchMaker) -> _wire.Frame:

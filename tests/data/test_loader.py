@@ -2,15 +2,17 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxaccel.data import ArrayStore, BatchPlan, Loader, LoaderStats
+from jaxaccel.data import ArrayStore, BatchPlan, Loader, StreamPlan
 
 
 def make_store(n=12):
@@ -153,29 +155,6 @@ def test_transform_streams_differ_by_step_seed_and_process():
     assert draw(plans[0], 2) == draw(plans[0], 2)
 
 
-def test_stats_count_what_was_yielded():
-    plan = BatchPlan(12, 5, epochs=1, remainder="pad")
-    with Loader(make_store(), plan) as loader:
-        assert loader.stats == LoaderStats()
-        next(loader)
-        assert loader.stats.batches == 1 and loader.stats.bytes == 5 * (4 + 1 + 1)
-        list(loader)
-    stats = loader.stats
-    assert (stats.batches, stats.examples, stats.bytes) == (3, 12, 90)
-    assert stats.wait_seconds > 0
-
-
-def test_waiting_is_measured():
-    def slow(batch, rng):
-        time.sleep(0.05)
-        return batch
-
-    plan = BatchPlan(12, 4, epochs=1)
-    with Loader(make_store(), plan, prefetch=0, transform=slow) as loader:
-        list(loader)
-    assert loader.stats.wait_seconds >= 0.15
-
-
 def test_state_survives_json_other_epochs_and_other_process_counts():
     store = make_store()
     with Loader(store, BatchPlan(12, 4, seed=3, epochs=1)) as loader:
@@ -225,6 +204,7 @@ def test_a_state_of_another_store_or_past_the_end_is_refused():
             ({**state, "step": -1}, "integer >= 0, got -1"),
             ({**state, "step": "1"}, "integer >= 0, got '1'"),
             ({**state, "fingerprint": "x"}, "must be a dict"),
+            ("{", "is no JSON"),
         ]:
             with pytest.raises(ValueError, match=words):
                 loader.set_state(bad)
@@ -239,8 +219,9 @@ def test_a_state_of_another_store_or_past_the_end_is_refused():
 def test_bad_arguments():
     with pytest.raises(ValueError, match="for 13 examples, but the store holds 12"):
         Loader(make_store(), BatchPlan(13, 4))
-    with pytest.raises(ValueError, match="prefetch must be at least 0, got -1"):
-        Loader(make_store(), BatchPlan(12, 4), prefetch=-1)
+    for name, least in [("prefetch", 0), ("prefetch_bytes", 1), ("workers", 0)]:
+        with pytest.raises(ValueError, match=f"{name} must be at least {least}, got"):
+            Loader(make_store(), BatchPlan(12, 4), **{name: least - 1})  # type: ignore
     masked = ArrayStore({"mask": np.ones(12, bool)})
     with pytest.raises(ValueError, match="column 'mask'"):
         Loader(masked, BatchPlan(12, 5, remainder="pad"))
@@ -248,15 +229,131 @@ def test_bad_arguments():
         assert next(loader)["mask"].all() and loader
 
 
-def test_one_tenth_of_an_absurd_run_is_not_prefetched():
-    taken = []
-
+def counted(taken, grow=1):
     def transform(batch, rng):
         taken.append(1)
+        return {name: np.repeat(x, grow, axis=-1) for name, x in batch.items()}
+
+    return transform
+
+
+def made_ahead(loader, taken, expected):
+    """Batches made before the second is asked for, given time to settle."""
+    next(loader)
+    end = time.monotonic() + 5
+    while len(taken) < 1 + expected and time.monotonic() < end:
+        time.sleep(0.002)
+    time.sleep(0.05)
+    return len(taken) - 1
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "prefetch_bytes", "grow", "expected"),
+    [
+        (3, 1 << 20, 1, 3),
+        # A batch has 4 * 16 = 64 bytes.
+        (9, 256, 1, 4),
+        (9, 255, 1, 3),
+        (9, 1, 1, 1),
+        # What the transform returns counts: 128 bytes.
+        (9, 256, 2, 2),
+    ],
+)
+def test_no_more_is_prefetched_than_allowed(prefetch, prefetch_bytes, grow, expected):
+    taken = []
+    store = ArrayStore({"x": np.zeros((12, 16), np.uint8)})
+    with Loader(
+        store,
+        BatchPlan(12, 4),
+        prefetch=prefetch,
+        prefetch_bytes=prefetch_bytes,
+        transform=counted(taken, grow),
+    ) as loader:
+        assert made_ahead(loader, taken, expected) == expected
+        next(loader)
+
+
+def test_start_prefetch_does_not_wait_for_the_first_call():
+    taken = []
+    with Loader(make_store(), BatchPlan(12, 4), transform=counted(taken)) as loader:
+        assert not taken
+        loader.start_prefetch()
+        end = time.monotonic() + 5
+        while len(taken) < 2 and time.monotonic() < end:
+            time.sleep(0.002)
+        assert len(taken) == 2
+        assert labels([next(loader)])[0] == [
+            int(i) for i in BatchPlan(12, 4).indices(0)
+        ]
+
+
+def test_closing_in_another_thread_ends_a_wait():
+    release = threading.Event()
+
+    def transform(batch, rng):
+        release.wait(20)
         return batch
 
-    with Loader(make_store(), BatchPlan(12, 4), transform=transform) as loader:
+    loader = Loader(make_store(), BatchPlan(12, 4), transform=transform)
+    closer = threading.Thread(target=loader.close)
+    timer = threading.Timer(0.05, closer.start)
+    timer.start()
+    with pytest.raises(RuntimeError, match="closed while a batch was waited for"):
         next(loader)
-        time.sleep(0.1)
-        # One yielded, two in the buffer, one in the thread's hand.
-        assert len(taken) <= 4
+    release.set()
+    timer.join()
+    closer.join()
+    assert not prefetch_threads()
+
+
+def test_a_plan_adds_its_columns_and_a_transform_must_keep_them():
+    plan = StreamPlan(12, 3, epochs=1)
+    with Loader(make_store(), plan) as loader:
+        batches = list(loader)
+    assert labels(batches)[1] == [1, 5, 9]
+    firsts = [batch["is_first"].tolist() for batch in batches]
+    assert firsts == [[True] * 3] + [[False] * 3] * 3
+
+    def drops(batch, rng):
+        return {"label": batch["label"]}
+
+    with Loader(make_store(), plan, transform=drops) as loader:
+        with pytest.raises(ValueError, match="dropped the 'is_first' that the plan"):
+            next(loader)
+    clash = ArrayStore({"is_first": np.zeros(12, bool)})
+    with pytest.raises(ValueError, match="'is_first', which the plan would hide"):
+        Loader(clash, plan)
+
+
+def resident_bytes():
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_hundred_epochs_keep_no_memory(prefetch):
+    # 1.2 MB an epoch: keeping a sixth of the batches would already show.
+    store = ArrayStore({"image": np.ones((400, 32, 32, 3), np.uint8)})
+    with Loader(store, BatchPlan(400, 40, epochs=110), prefetch=prefetch) as loader:
+        for _ in range(100):
+            next(loader)
+        before = resident_bytes()
+        assert sum(1 for _ in loader) == 1000
+    assert resident_bytes() - before < 20e6
+
+
+def test_the_first_batch_waits_for_no_start_up():
+    # Structure, not time: no grain, no process, and no thread but the one.
+    code = (
+        "import sys, threading, multiprocessing\n"
+        "import numpy as np\n"
+        "from jaxaccel.data import ArrayStore, BatchPlan, Loader\n"
+        "store = ArrayStore({'x': np.zeros((64, 8), np.uint8)})\n"
+        "with Loader(store, BatchPlan(64, 2)) as loader:\n"
+        "    next(loader)\n"
+        "    print('grain' in sys.modules, len(multiprocessing.active_children()),\n"
+        "          threading.active_count())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["False", "0", "2"], "")
