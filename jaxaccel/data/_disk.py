@@ -70,7 +70,8 @@ def writable(folder: Path) -> Iterator[None]:
 
 def is_full(error: OSError) -> bool:
     """Whether an error says that a disk, a quota or a limit is exhausted."""
-    return error.errno in _FULL
+    # Some libraries hand on the text without the number.
+    return error.errno in _FULL or os.strerror(errno.ENOSPC) in str(error)
 
 
 def size_text(count: int) -> str:

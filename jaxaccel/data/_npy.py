@@ -1,5 +1,6 @@
 """Stores of `.npy` and IDX files: a file of either, or a folder of `<column>.npy`."""
 
+import contextlib
 import io
 import os
 from collections.abc import Mapping
@@ -131,9 +132,13 @@ class NpyWriter:
             for name in self._spec:
                 self._write_column(name, np.ascontiguousarray(batch[name]))
         except BaseException:
-            # A torn batch is no part of what `checkpoint` vouches for.
+            # A torn batch is no part of what `checkpoint` vouches for; on a full disk
+            # its room is needed to note the rest.
             for name, mark in marks.items():
                 self._crcs[name].back(mark)
+                with contextlib.suppress(OSError):
+                    self._files[name].seek(self._crcs[name].size)
+                    self._files[name].truncate()
             raise
         self.rows += count
 

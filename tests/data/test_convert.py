@@ -399,6 +399,26 @@ def test_resizing_needs_a_decoder(tmp_path, arrays):
         go(arrays, tmp_path / "x", image_size=(4, 4))
 
 
+@pytest.mark.parametrize("name", ["x", "x.tfrecord"])
+def test_images_are_decoded_and_resized_once(tmp_path, rng, name):
+    image = pytest.importorskip("PIL.Image")
+    colours = rng.integers(0, 256, (6, 3), dtype=np.uint8)
+    for number, colour in enumerate(colours):
+        folder = tmp_path / "photos" / f"class{number % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.broadcast_to(colour, (20 + number, 30, 3))
+        image.fromarray(pixels).save(folder / f"{number}.png")
+    store = go(tmp_path / "photos", tmp_path / name, image_size=(8, 9))
+    batch = store.take(np.arange(6))
+    assert batch["image"].shape == (6, 8, 9, 3)
+    # One class after the other; a picture of one colour keeps it.
+    np.testing.assert_array_equal(batch["image"][:, 4, 4], colours[[0, 2, 4, 1, 3, 5]])
+    assert batch["label"].tolist() == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(FileExistsError):
+        go(tmp_path / "photos", tmp_path / name, image_size=(4, 4))
+    store.close()
+
+
 def test_a_format_that_cannot_hold_the_columns_says_so_at_once(
     tmp_path, arrays, monkeypatch
 ):

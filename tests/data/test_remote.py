@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxaccel.data import ColumnSpec, DataCorruptionError, _remote, open_store
+from jaxaccel.data import ColumnSpec, DataCorruptionError, _remote, convert, open_store
 from jaxaccel.data._store import Store
 
 fsspec = pytest.importorskip("fsspec")
@@ -201,15 +201,18 @@ def test_no_server_at_all_is_an_error(server, monkeypatch):
 
 
 def test_shards_are_counted_by_their_pattern(server, rng, tmp_path):
-    parts = [rng.integers(0, 9, (n, 3), dtype=np.uint8) for n in (4, 1, 6)]
-    for number, part in enumerate(parts):
-        server.files[f"d/x-{number:05d}-of-00003.npy"] = npy(part, tmp_path)
-    pattern = f"{server.address}/d/x-*-of-00003.npy"
-    with pytest.raises(ValueError, match="columns"):
-        # Each .npy file names its own column: only the fetching is looked at here.
-        open_store(pattern)
-    assert cached(tmp_path) == [f"x-{number:05d}-of-00003.npy" for number in range(3)]
-    del server.files["d/x-00001-of-00003.npy"]
+    array = rng.integers(0, 9, (11, 3), dtype=np.uint8)
+    made = tmp_path / "made"
+    made.mkdir()
+    convert({"x": array}, made / "x.tfrecord", shards=3, progress=False).close()
+    names = [f"x-{number:05d}-of-00003.tfrecord" for number in range(3)]
+    for name in names:
+        server.files[f"d/{name}"] = (made / name).read_bytes()
+    pattern = f"{server.address}/d/x-*-of-00003.tfrecord"
+    with open_store(pattern) as store:
+        np.testing.assert_array_equal(store.take(np.arange(11))["x"], array)
+    assert [name for name in cached(tmp_path) if name.endswith("record")] == names
+    del server.files[f"d/{names[1]}"]
     with pytest.raises(FileNotFoundError, match="x-00001-of-00003"):
         open_store(pattern)
 
