@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxaccel.data._images import as_range, as_share, check_images, check_key, choose
+from jaxaccel.data._images import (
+    as_range,
+    as_share,
+    between,
+    check_images,
+    check_key,
+    choose,
+)
 
 # ITU-R BT.601, as in Pillow's conversion to gray.
 _LUMA = (0.299, 0.587, 0.114)
@@ -72,21 +79,17 @@ def color_jitter(
     turns = hue if isinstance(hue, Sequence) else (-hue, hue)
     turns = as_range("hue", turns, -0.5, 0.5)
     _check_channels(images, factors["saturation"] != (1, 1) or turns != (0, 0))
-    key_choice, *keys = jax.random.split(key, 5)
-
-    def draw(index: int, bounds: tuple[float, float]) -> jax.Array:
-        shape = (images.shape[0], 1, 1, 1)
-        low, high = bounds
-        return jax.random.uniform(keys[index], shape, minval=low, maxval=high)
-
+    key_factors, key_choice = jax.random.split(key)
+    # One draw for all: it is what the random numbers cost.
+    draws = jax.random.uniform(key_factors, (4, images.shape[0], 1, 1, 1))
     top = 255.0 if images.dtype == jnp.uint8 else 1.0
     x = images.astype(jnp.float32)
     for index, (name, bounds) in enumerate(factors.items()):
         if bounds != (1, 1):
-            factor = draw(index, bounds)
+            factor = between(draws[index], *bounds)
             x = jnp.clip(factor * x + (1 - factor) * _base(name, x), 0, top)
     if turns != (0, 0):
-        x = turn_hue(x, draw(3, turns))
+        x = turn_hue(x, between(draws[3], *turns))
     if images.dtype == jnp.uint8:
         x = jnp.round(x)
     x = x.astype(images.dtype)

@@ -136,8 +136,8 @@ def draw_boxes(
     batch, height, width, _ = images.shape
     # One draw for all: it is what the random numbers cost.
     draws = jax.random.uniform(key, (2 * _TRIES + 2, batch))
-    area = height * width * _between(draws[:_TRIES], *scale)
-    aspect = jnp.exp(_between(draws[_TRIES:-2], *map(math.log, ratio)))
+    area = height * width * between(draws[:_TRIES], *scale)
+    aspect = jnp.exp(between(draws[_TRIES:-2], *map(math.log, ratio)))
     heights = jnp.round(jnp.sqrt(area / aspect)).astype(jnp.int32)
     widths = jnp.round(jnp.sqrt(area * aspect)).astype(jnp.int32)
     fits = (heights >= 1) & (heights <= height) & (widths >= 1) & (widths <= width)
@@ -155,7 +155,8 @@ def place(draws: jax.Array, count: jax.Array | int) -> jax.Array:
     return jnp.minimum((draws * count.astype(draws.dtype)).astype(jnp.int32), count - 1)
 
 
-def _between(draws: jax.Array, low: float, high: float) -> jax.Array:
+def between(draws: jax.Array, low: float, high: float) -> jax.Array:
+    """Turns uniform draws from [0, 1) into uniform ones from low to high."""
     return low + (high - low) * draws
 
 

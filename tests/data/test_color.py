@@ -124,11 +124,7 @@ def test_gray_images_have_brightness_and_contrast(key, rng):
 
 def test_gradients_are_finite_even_at_gray_pixels(key, rng):
     images = jnp.asarray(rng.random((2, 3, 3, 3)), jnp.float32).at[0].set(0.5)
-    gradient = jax.grad(
-        lambda x: JITTER(
-            key, x, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1
-        ).sum()
-    )(images)
+    gradient = jax.grad(lambda x: JITTER(key, x, contrast=0.4, hue=0.1).sum())(images)
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 
 
