@@ -5,7 +5,19 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from jaxaccel.data import ArrayStore, BatchPlan, DeviceDataset, Loader, to_device
+from jaxaccel.data import (
+    ArrayStore,
+    BatchPlan,
+    ClassBalancedPlan,
+    ConcatStore,
+    DeviceDataset,
+    Loader,
+    Mixture,
+    StreamPlan,
+    WeightedPlan,
+    open_store,
+    to_device,
+)
 
 EXAMPLES = 23
 BATCH = 4
@@ -193,3 +205,125 @@ def test_any_narrow_column_arrives_unchanged(shape, dtype, batch, seed):
         for got, wanted in zip(host(MAKERS[name](store, plan)), expected, strict=True):
             assert got["x"].dtype == np.dtype(dtype).newbyteorder("=")
             np.testing.assert_array_equal(got["x"], wanted)
+
+
+def folder_of_npy(store, folder):
+    for name, array in store.columns.items():
+        np.save(folder / f"{name}.npy", array)
+    return open_store(folder)
+
+
+def shards_of(store, count):
+    ends = np.linspace(0, EXAMPLES, count + 1).astype(int)
+    return ConcatStore([store[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)])
+
+
+# name -> maker of a store with the same examples, from the fixture and a folder
+STORES = {
+    "slice": lambda s, folder: shards_of(s, 1)[:],
+    "reversed twice": lambda s, folder: s[::-1][::-1],
+    "2 shards": lambda s, folder: shards_of(s, 2),
+    "3 shards": lambda s, folder: shards_of(s, 3),
+    "8 shards": lambda s, folder: shards_of(s, 8),
+    "npy": folder_of_npy,
+    "mixture": lambda s, folder: Mixture({"a": s[:9], "b": s[9:]}),
+}
+
+# name -> maker of a plan with EXAMPLES examples, in batches of 24 (of 16, where the
+# examples are not drawn again) that 1, 2, 4 and 8 processes can share
+PLANS = {
+    "pad": lambda **o: BatchPlan(EXAMPLES, 16, seed=1, remainder="pad", **o),
+    "drop": lambda **o: BatchPlan(EXAMPLES, 16, seed=1, **o),
+    "in order": lambda **o: BatchPlan(EXAMPLES, 16, shuffle=False, **o),
+    "weighted": lambda **o: WeightedPlan(np.arange(EXAMPLES), 24, seed=2, **o),
+    "balanced": lambda **o: ClassBalancedPlan(np.arange(EXAMPLES) % 3, 24, **o),
+    "stream": lambda **o: StreamPlan(EXAMPLES, 16, remainder="pad", **o),
+    "mixed": lambda **o: mixture().plan(24, seed=3, **o),
+}
+
+
+def mixture():
+    labels = np.arange(EXAMPLES, dtype=np.uint8)
+    parts = {"a": labels[:9], "b": labels[9:]}
+    return Mixture(
+        {k: ArrayStore({"x": v}) for k, v in parts.items()}, {"a": 2, "b": 1}
+    )
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_a_store_in_any_shape_gives_the_same_batches(store, tmp_path, name):
+    other = STORES[name](store, tmp_path)
+    assert_equal(host(Loader(other, plan("pad"))), host(Loader(store, plan("pad"))))
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("name", PLANS)
+def test_any_plan_resumes_at_every_step(store, name, prefetch):
+    made = PLANS[name](epochs=3)
+    uninterrupted = host(Loader(store, made, transform=noisy, prefetch=prefetch))
+    assert len(uninterrupted) == len(made) >= 3
+    with Loader(store, made, transform=noisy, prefetch=prefetch) as loader:
+        state = loader.get_state()
+        for step in reversed(range(len(made) + 1)):
+            loader.set_state({**state, "step": step})
+            count = len(made) - step if step < 2 else min(2, len(made) - step)
+            got = host([next(loader) for _ in range(count)])
+            assert_equal(got, uninterrupted[step : step + count])
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("name", PLANS)
+def test_the_order_of_any_plan_is_that_of_one_process(store, name, processes):
+    whole = host(Loader(store, PLANS[name](epochs=2)))
+    parts = [
+        host(
+            Loader(
+                store,
+                PLANS[name](epochs=2, process_index=k, process_count=processes),
+                prefetch=0,
+            )
+        )
+        for k in range(processes)
+    ]
+    joined = [
+        {column: np.concatenate([b[column] for b in batches]) for column in batches[0]}
+        for batches in zip(*parts, strict=True)
+    ]
+    assert_equal(joined, whole)
+
+
+@pytest.mark.parametrize("examples", [23, 24, 48])
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_the_processes_together_see_every_example_once(examples, processes):
+    labels = ArrayStore({"x": np.arange(examples, dtype=np.uint8)})
+    size = 2 * processes
+    for epoch in range(2):
+        seen = []
+        for k in range(processes):
+            plan = BatchPlan(
+                examples,
+                size,
+                epochs=2,
+                remainder="pad",
+                process_index=k,
+                process_count=processes,
+            )
+            with Loader(labels, plan, prefetch=0) as loader:
+                step = epoch * plan.steps_per_epoch
+                loader.set_state({**loader.get_state(), "step": step})
+                for _ in range(plan.steps_per_epoch):
+                    batch = next(loader)
+                    seen += batch["x"][batch["mask"]].tolist()
+        assert sorted(seen) == list(range(examples))
+
+
+def test_workers_give_the_same_batches_on_the_device(store):
+    whole = host(Loader(store, plan("pad")))
+    with to_device(Loader(store, plan("pad"), workers=1)) as batches:
+        states = []
+        got = []
+        for batch in batches:
+            got.append(batch)
+            states.append(batches.get_state())
+        assert_equal(host(got), whole)
+    assert [state["step"] for state in states] == list(range(1, len(whole) + 1))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import grain
 import numpy as np
@@ -84,7 +85,9 @@ def to_float(image):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_maps_over_single_examples_in_memory(rng, late):
-    dataset = grain.MapDataset.source(images(rng, np.uint8)).shuffle(seed=0)
+    source = images(rng, np.uint8)
+    dataset: Any = grain.MapDataset.source(source)  # type: ignore
+    dataset = dataset.shuffle(seed=0)
     if late:
         dataset = dataset.to_iter_dataset(grain.ReadOptions(1, 2))
     dataset = dataset.map(to_float).batch(10)
@@ -112,7 +115,8 @@ class OnDisk:
 
 def test_sound_pipelines_pass(rng):
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-    batches = grain.MapDataset.source(images(rng, np.uint8)).batch(10)
+    source = images(rng, np.uint8)
+    batches = grain.MapDataset.source(source).batch(10)  # type: ignore
     assert check_pipeline(batches.map(to_float).to_iter_dataset(options)) == []
     files = grain.MapDataset.source(OnDisk()).map(to_float).batch(10)
     assert check_pipeline(files) == []
