@@ -93,13 +93,15 @@ class TarStore(Store):
     def _labels(self, column: TarColumn, rows: np.ndarray, out: np.ndarray) -> None:
         info = np.iinfo(out.dtype)
         for i, row in enumerate(rows.tolist()):
-            text = bytes(self._content(column, row)[:_MOST_DIGITS])
+            text = bytes(self._content(column, row)[: _MOST_DIGITS + 1])
             path, number, offset = self._where(column, row)
             try:
-                value = int(text)
+                value = int(text) if len(text) <= _MOST_DIGITS else None
             except ValueError:
+                value = None
+            if value is None:
                 reason = f"{text!r} is no whole number"
-                raise DataCorruptionError(path, number, offset, reason) from None
+                raise DataCorruptionError(path, number, offset, reason)
             if not info.min <= value <= info.max:
                 raise ValueError(
                     f"{path}: the label of record {number} (byte offset {offset}) is "

@@ -50,7 +50,8 @@ class Frames(NamedTuple):
         found = _pieces(self.data, self.starts - HEADER, 8).view("<u8")[:, 0]
         self._demand(
             found == self.lengths.astype(np.uint64),
-            "its length has changed since the file was indexed",
+            "its length is another one than when the file was indexed; if it was "
+            f"changed on purpose, delete {self.path.name}.idx.npz",
         )
         if checksums:
             self.check_lengths()

@@ -3,6 +3,7 @@
 import io
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -138,7 +139,7 @@ def test_shrunk_jpeg_is_the_same_without_simplejpeg(photo, size, mode, monkeypat
 @pytest.mark.parametrize("threads", [1, 2, None])
 def test_many_images_in_threads(rng, threads):
     pixels = rng.integers(0, 256, (33, 6, 5, 3), dtype=np.uint8)
-    blobs = [encode(PIL.Image.fromarray(image), "PNG") for image in pixels]
+    blobs: list[Any] = [encode(PIL.Image.fromarray(image), "PNG") for image in pixels]
     blobs[1], blobs[2] = memoryview(blobs[1]), np.frombuffer(blobs[2], np.uint8)
     before = threading.active_count()
     np.testing.assert_array_equal(run(blobs, (6, 5, 3), threads=threads), pixels)

@@ -8,6 +8,7 @@ import PIL.Image
 import pytest
 
 from jaxaccel.data import ColumnSpec, DataCorruptionError, open_store
+from jaxaccel.data._image_folder import ImageFolderStore
 
 UINT8 = np.dtype(np.uint8)
 
@@ -33,6 +34,7 @@ def pixels(rng, write):
 
 def test_classes_are_numbered_by_name(tmp_path, pixels):
     store = open_store(tmp_path)
+    assert isinstance(store, ImageFolderStore)
     assert store.class_names == ("cat", "dog", "owl")
     assert store.spec == {
         "image": ColumnSpec((6, 4, 3), UINT8),
@@ -59,6 +61,7 @@ def test_what_is_no_image_is_left_out(tmp_path, pixels):
 def test_an_empty_class_keeps_its_number(tmp_path, pixels):
     (tmp_path / "bird").mkdir()
     store = open_store(tmp_path)
+    assert isinstance(store, ImageFolderStore)
     assert store.class_names == ("bird", "cat", "dog", "owl")
     assert store.take([0])["label"].tolist() == [1]
 
