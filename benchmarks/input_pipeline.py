@@ -21,6 +21,7 @@ import sys
 import types
 from pathlib import Path
 
+import input_formats
 import input_peers
 import input_starvation
 
@@ -30,6 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 PARTS: dict[str, types.ModuleType] = {
     "peers": input_peers,
     "starvation": input_starvation,
+    "formats": input_formats,
 }
 
 

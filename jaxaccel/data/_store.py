@@ -13,6 +13,9 @@ import numpy as np
 from jaxaccel.data._checks import as_count
 
 
+_SMALL = 1 << 14
+
+
 class ColumnSpec(NamedTuple):
     """What one example of a column looks like.
 
@@ -259,9 +262,12 @@ def gather(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An empty array on a 64-byte boundary."""
-    # The CPU backend adopts a 64-byte aligned buffer instead of copying it.
+    """An empty array, on a 64-byte boundary where it is large."""
+    # The CPU backend adopts a 64-byte aligned buffer instead of copying it. A small
+    # one is copied sooner than aligned.
     size = math.prod(shape) * dtype.itemsize
+    if size < _SMALL:
+        return np.empty(shape, dtype)
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
