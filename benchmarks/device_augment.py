@@ -258,7 +258,10 @@ def draw(record: Record, path: Path) -> None:
         zip(names, record.ratios.values(), strict=True)
     ):
         spread = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
-        axes.barh(row, ratio.median, 0.6, color="#0072B2", xerr=spread, capsize=3)
+        # Bars from 1, where both are equal.
+        axes.barh(
+            row, ratio.median - 1, 0.6, 1, color="#0072B2", xerr=spread, capsize=3
+        )
         host, device = (
             float(np.median(record.rounds[f"{name}, {where}"]))
             for where in ("host", "device")
@@ -272,7 +275,7 @@ def draw(record: Record, path: Path) -> None:
         )
     axes.axvline(1, color="0.4", lw=1)
     axes.set_xscale("log")
-    axes.set_xlim(right=6 * max(ratio.high for ratio in record.ratios.values()))
+    axes.set_xlim(right=4 * max(ratio.high for ratio in record.ratios.values()))
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("CPU time image by image on the host / in whole batches inside jit")

@@ -91,3 +91,15 @@ def test_unusable_options(script, arguments, words, capsys):
     with pytest.raises(SystemExit):
         script.parse(arguments)
     assert words in capsys.readouterr().err
+
+
+def test_the_method_card_shows_the_records():
+    root = SCRIPT.parents[1]
+    small, large = (
+        Record.read(root / "benchmarks" / "results" / f"device_augment{suffix}.json")
+        for suffix in ("", "_large")
+    )
+    card = (root / "docs" / "methods" / "device-augment.md").read_text(encoding="utf-8")
+    for name in NAMES:
+        key = f"{name}, host / {name}, device"
+        assert f"| {name} | {small.ratios[key]} | {large.ratios[key]} |" in card

@@ -45,7 +45,7 @@ def all_outcomes(image, pad, mode, flip):
 AUGMENT = jax.jit(random_crop_flip, static_argnames=("pad", "mode", "flip"))
 
 
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=5)
 @hypothesis.given(
     size=st.tuples(st.integers(1, 4), st.integers(3, 7), st.integers(3, 7)),
     channels=st.sampled_from([1, 3]),
@@ -98,8 +98,10 @@ def test_vmap_over_batches(key, rng):
         np.testing.assert_array_equal(AUGMENT(k, x, pad=2), y)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("mode", ["reflect", "constant"])
+@pytest.mark.parametrize(
+    ("axis_type", "mode"),
+    [(AxisType.Auto, "constant"), (AxisType.Explicit, "reflect")],
+)
 def test_a_sharded_batch_stays_sharded(key, rng, axis_type, mode):
     images = rng.integers(0, 256, (16, 5, 5, 3), dtype=np.uint8)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
@@ -185,7 +187,7 @@ def test_every_augmentation_in_jit(key, rng, name):
         assert difference.max() <= (1 if x.dtype == jnp.uint8 else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["resized", "jitter", "erasing", "mixup", "cutmix"])
+@pytest.mark.parametrize("name", ["resized", "erasing", "mixup", "cutmix"])
 def test_on_an_explicit_mesh(key, rng, name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -239,6 +241,7 @@ def test_a_resumed_run_repeats_the_augmentation(rng):
     first = TrainState.create(jnp.array(1.0), tx, key=jax.random.key(0))
     states, prints = run(first, None, 6)
     assert len(set(prints)) == 6
-    resumed, rest = run(*states[2], 3)
+    state, position = states[2]
+    resumed, rest = run(state, position, 3)
     assert rest == prints[3:]
     assert float(resumed[-1][0].params) == float(states[-1][0].params)

@@ -77,7 +77,7 @@ def test_cutmix_pastes_one_rectangle_of_the_other_image(key, rng):
     assert changed > 40
 
 
-@pytest.mark.parametrize("alpha", [0.3, 1.0])
+@pytest.mark.parametrize("alpha", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_shares_follow_the_beta_law(key, alpha):
     images = jnp.zeros((4000, 1, 1, 1)).at[::2].set(1.0)
     mixed = MIXUP(

@@ -49,6 +49,17 @@ def test_common_statistics_are_right_to_one_millionth():
     np.testing.assert_allclose(y, oracle(images, mean, std), rtol=0, atol=1e-6)
 
 
+def test_bfloat16_is_right_to_one_unit_in_the_last_place():
+    images = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, -1)
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    y = jax.jit(make_normalizer(mean, std, dtype=jnp.bfloat16))(images)
+    assert y.dtype == jnp.bfloat16
+    expected = oracle(images, mean, std)
+    # Eight bits of significand.
+    unit = 2.0 ** (np.floor(np.log2(np.abs(expected))) - 7)
+    assert (np.abs(np.asarray(y, np.float64) - expected) <= unit).all()
+
+
 def test_under_vmap_and_with_numpy_or_tuple_statistics():
     images = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3)
     normalize = make_normalizer(np.array([0.1, 0.2, 0.3]), 0.5)
