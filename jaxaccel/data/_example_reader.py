@@ -1,6 +1,6 @@
 """Reading many records at once, each a tf.Example, an array or an image."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from jaxaccel.data._decode import Where, decode_images
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._example_columns import (
     ExampleColumn,
+    Record,
     check_record,
     choose_columns,
     whole_record,
@@ -91,9 +92,9 @@ class ExampleReader:
         }
         images = [name for name, c in self._columns.items() if c.kind == "image"]
         blobs: dict[str, list[Any]] = {name: [None] * len(starts) for name in images}
-        for rows, template, records in self._groups(data, starts, lengths, where):
+        for rows, features, records in self._groups(data, starts, lengths, where):
             for name, column in self._columns.items():
-                feature = template.features[column.feature]
+                feature = features[column.feature]
                 if column.kind == "image":
                     for row, blob in zip(rows, _blobs(records, feature), strict=True):
                         blobs[name][row] = blob
@@ -115,40 +116,44 @@ class ExampleReader:
 
     def _groups(
         self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, where: Where
-    ) -> Iterator[tuple[np.ndarray, Template, Records]]:
-        # Rows whose records have their values at the same places.
+    ) -> Iterator[tuple[np.ndarray, Mapping[str, Feature], Records]]:
+        # Rows whose records have their values at the same places, and those places.
         order = np.argsort(lengths, kind="stable")
         cuts = np.flatnonzero(np.diff(lengths[order])) + 1
         for rows in np.split(order, cuts) if len(order) else []:
             records = Records(data, starts[rows], int(lengths[rows[0]]))
             template = self._templates.get(records.length) if len(rows) > 1 else None
-            while len(rows):
-                template = template or self._learn(records, where, int(rows[0]))
-                same = template.matches(records) if len(rows) > 1 else np.ones(1, bool)
-                if same.all():
-                    yield rows, template, records
-                    break
+            while len(rows) > 1:
+                template = template or self._learn(records, where(int(rows[0])))
+                same = template.matches(records)
                 if same.any():
-                    yield rows[same], template, records[same]
+                    yield rows[same], template.features, records[same]
                 rows, records, template = rows[~same], records[~same], None
+            if len(rows):
+                yield rows, self._parsed(records, where(int(rows[0]))).features, records
 
-    def _learn(self, records: Records, where: Where, row: int) -> Template:
+    def _learn(self, records: Records, place: tuple[Any, int | None, int]) -> Template:
+        record = self._parsed(records, place)
+        constant = {name for c in self._columns.values() for name in c.declared}
+        template = Template(record.data, record.features, constant)
+        if len(self._templates) < _MOST_TEMPLATES:
+            self._templates[records.length] = template
+        return template
+
+    def _parsed(self, records: Records, place: tuple[Any, int | None, int]) -> Record:
+        # The first of the records, known to hold what the columns promise.
         data = records.first()
-        path, number, offset = where(row)
-        record = whole_record(path, number, offset, data)
+        record = whole_record(*place, data)
         if not self._whole:
             try:
                 record = record._replace(features=parse_example(data))
             except ExampleError as error:
+                path, number, offset = place
                 raise DataCorruptionError(
                     path, number, offset + error.offset, f"no tf.Example: {error}"
                 ) from None
         check_record(record, self._columns)
-        constant = {name for c in self._columns.values() for name in c.declared}
-        template = Template(data, record.features, constant)
-        if len(self._templates) < _MOST_TEMPLATES:
-            self._templates[records.length] = template
-        return template
+        return record
 
     def _values(
         self,
@@ -169,8 +174,8 @@ class ExampleReader:
         values = read_numbers(records, feature)
         if dtype.kind in "biu":
             low, high = _limits(dtype)
-            bad = np.argwhere((values < low) | (values > high))
-            if len(bad):
+            if values.min() < low or values.max() > high:
+                bad = np.argwhere((values < low) | (values > high))
                 path, number, offset = where(int(rows[bad[0, 0]]))
                 raise ValueError(
                     f"{path}: feature {column.feature!r} of record {number} (byte "

@@ -146,6 +146,8 @@ def read_numbers(records: Records, feature: Feature) -> np.ndarray:
     Returns:
       `(len(records), values)`, float32 or int64.
     """
+    if len(records) == 1:
+        return _numbers(records.first(), feature)[None]
     runs = [records.bytes(start, stop) for start, stop in feature.spans]
     data = np.ascontiguousarray(runs[0] if len(runs) == 1 else np.hstack(runs))
     if feature.kind == "float":
@@ -156,6 +158,19 @@ def read_numbers(records: Records, feature: Feature) -> np.ndarray:
     places = np.arange(data.shape[1]) - np.repeat(firsts, ends - firsts + 1)
     bits = (data & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
     return np.bitwise_or.reduceat(bits, firsts, axis=1).view(np.int64)
+
+
+def _numbers(data: memoryview, feature: Feature) -> np.ndarray:
+    # Of a single record, where NumPy's fixed costs would outweigh the rest.
+    if feature.kind == "float":
+        runs = [data[start:stop] for start, stop in feature.spans]
+        return np.frombuffer(b"".join(runs), "<f4").astype(np.float32, copy=False)
+    values = []
+    for start, stop in feature.spans:
+        while start < stop:
+            value, start = _varint(data, start, stop)
+            values.append(value & 0xFFFFFFFFFFFFFFFF)
+    return np.array(values, np.uint64).view(np.int64)
 
 
 def _entry(data: memoryview, start: int, stop: int) -> tuple[str, Feature]:
@@ -206,12 +221,17 @@ def _fields(
     data: memoryview, start: int, stop: int
 ) -> Iterator[tuple[int, int, int, int]]:
     while start < stop:
-        tag, start = _varint(data, start, stop)
+        # Calls for integers of one byte, as most are, would take half of the time.
+        tag, start = data[start], start + 1
+        if tag > 127:
+            tag, start = _varint(data, start - 1, stop)
         field, wire = tag >> 3, tag & 7
         if not field:
             raise ExampleError(start, "a field has the number 0")
         if wire == _MESSAGE:
-            size, start = _varint(data, start, stop)
+            size, start = data[start] if start < stop else 128, start + 1
+            if size > 127:
+                size, start = _varint(data, start - 1, stop)
             end = start + size
         elif wire == _VARINT:
             end = _varint(data, start, stop)[1]
