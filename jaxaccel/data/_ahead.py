@@ -106,8 +106,10 @@ class Prefetch:
 
     def next(self) -> tuple[Made, int]:
         """See `Source.next`."""
-        assert self._run is not None
-        return self._run.next()
+        run = self._run
+        if run is None:
+            raise ClosedError
+        return run.next()
 
     def close(self, seconds: float | None = None) -> None:
         """See `Source.close`."""

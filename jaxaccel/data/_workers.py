@@ -64,8 +64,10 @@ class Workers:
 
     def next(self) -> tuple[Made, int]:
         """See `Source.next`."""
-        assert self._pool is not None
-        return self._pool.next()
+        pool = self._pool
+        if pool is None:
+            raise ClosedError
+        return pool.next()
 
     def close(self, seconds: float | None = None) -> None:
         """See `Source.close`."""

@@ -97,7 +97,8 @@ def test_maps_over_single_examples_in_memory(rng, late):
 
 
 def test_hundreds_of_batches_ahead():
-    dataset = grain.MapDataset.source(np.zeros((64, 64, 64, 3), np.uint8)).batch(64)
+    zeros = np.zeros((64, 64, 64, 3), np.uint8)
+    dataset = grain.MapDataset.source(zeros).batch(64)  # type: ignore
     words = "500 batches of 786 kB are prepared ahead, 393 MB in all, 1.5x what"
     with pytest.warns(DataWarning, match=words):
         check_pipeline(dataset.to_iter_dataset())

@@ -288,20 +288,23 @@ def test_start_prefetch_does_not_wait_for_the_first_call():
 
 
 def test_closing_in_another_thread_ends_a_wait():
-    release = threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def transform(batch, rng):
+        started.set()
         release.wait(20)
         return batch
 
+    def close():
+        started.wait(20)
+        loader.close()
+
     loader = Loader(make_store(), BatchPlan(12, 4), transform=transform)
-    closer = threading.Thread(target=loader.close)
-    timer = threading.Timer(0.05, closer.start)
-    timer.start()
+    closer = threading.Thread(target=close)
+    closer.start()
     with pytest.raises(RuntimeError, match="closed while a batch was waited for"):
         next(loader)
     release.set()
-    timer.join()
     closer.join()
     assert not prefetch_threads()
 
