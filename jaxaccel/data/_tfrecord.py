@@ -12,7 +12,7 @@ from jaxaccel.data._example_reader import ExampleReader
 from jaxaccel.data._example_writer import ExampleWriter
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
 from jaxaccel.data._record_index import MappedFile, cached_index
-from jaxaccel.data._sidecar import sync
+from jaxaccel.data._sidecar import Checksums, sync
 from jaxaccel.data._store import ColumnSpec, Store, digest
 from jaxaccel.data._tfrecord_frames import (
     FOOTER,
@@ -40,6 +40,8 @@ class TFRecordStore(Store):
             )
         if options.checksums:
             require_crc32c("reading a TFRecord file with checksums")
+            # The file's own checksums do not tell that it was cut between records.
+            Checksums.load(path)
         index = cached_index(self._file, self._index, self._fits)
         self._starts, self._lengths = index["starts"], index["lengths"]
         data, first = self._file.data, np.zeros(1, np.int64)

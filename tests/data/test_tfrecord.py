@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from jaxaccel.data import ColumnSpec, DataCorruptionError, open_store
 from jaxaccel.data._formats import WriteOptions
+from jaxaccel.data._sidecar import write_checksums
 from jaxaccel.data._tf_example import (
     ExampleError,
     Records,
@@ -546,6 +547,14 @@ def test_truncated_file(written, at, checksums):
     written.write_bytes(written.read_bytes()[:at])
     with pytest.raises(DataCorruptionError, match="w.tfrecord"):
         read_all(written, checksums=checksums)
+
+
+def test_file_cut_between_records(write):
+    path = write([example(x=i) for i in range(5)])
+    write_checksums(path)
+    write([example(x=i) for i in range(4)])
+    with pytest.raises(DataCorruptionError, match="when its checksums were written"):
+        open_store(path)
 
 
 @pytest.mark.parametrize("cached", [True, False])
