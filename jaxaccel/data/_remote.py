@@ -1,13 +1,15 @@
 """Files at an address, fetched whole into the cache folder."""
 
+import concurrent.futures
 import contextlib
 import errno
 import importlib
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -15,9 +17,11 @@ from jaxaccel._fetch import data_root
 from jaxaccel.data._disk import require_space, sync, writable
 from jaxaccel.data._store import digest
 
-_CONNECT_SECONDS = 5.0
-# A server that sends nothing for so long has stalled.
-_STALL_SECONDS = 8.0
+_CONNECT_SECONDS = 4.0
+# A server that sends nothing for so long has stalled; it is asked a second time
+# where something had come before.
+_STALL_SECONDS = 4.5
+_CONNECTIONS = 8
 _PAUSE_SECONDS = 0.2
 # Attempts in a row that bring nothing.
 _ATTEMPTS = 3
@@ -57,15 +61,18 @@ def fetch(address: str) -> list[Path]:
     """
     system = _filesystem(address)
     addresses, is_folder = _expand(system, address)
-    remotes = [_describe(system, each) for each in addresses]
+    remotes = _all(lambda each, stop: _describe(system, each), addresses)
     if is_folder:
         place = _folder(remotes)
         paths = [place / remote.name for remote in remotes]
     else:
         paths = [_folder([remote]) / remote.name for remote in remotes]
-    for remote, path in zip(remotes, paths, strict=True):
-        if not path.exists():
-            _fetch_file(system, remote, path)
+    missing = [
+        (remote, path)
+        for remote, path in zip(remotes, paths, strict=True)
+        if not path.exists()
+    ]
+    _all(lambda each, stop: _fetch_file(system, each[0], each[1], stop), missing)
     return [paths[0].parent] if is_folder else paths
 
 
@@ -164,14 +171,36 @@ def _describe(system: Any, address: str) -> _Remote:
     return _Remote(address, name, info.get("size"), version)
 
 
-def _fetch_file(system: Any, remote: _Remote, path: Path) -> None:
+def _all(work: Callable[[Any, threading.Event], Any], items: list[Any]) -> list[Any]:
+    """Does the work for all items, some at a time; the first failure ends it."""
+    stop = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(_CONNECTIONS) as pool:
+        futures = [pool.submit(work, item, stop) for item in items]
+        try:
+            concurrent.futures.wait(
+                futures, return_when=concurrent.futures.FIRST_EXCEPTION
+            )
+        finally:
+            # Transfers that still run look at it, so that nobody waits for them.
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+    failures = [f.exception() for f in futures if f.done() and not f.cancelled()]
+    for error in failures:
+        if error is not None and not isinstance(error, InterruptedError):
+            raise error
+    return [future.result() for future in futures]
+
+
+def _fetch_file(
+    system: Any, remote: _Remote, path: Path, stop: threading.Event
+) -> None:
     if remote.size is not None:
         require_space(path.parent, remote.size, remote.address)
     # A name of its own: two processes may fetch the same file at once.
     work = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with work.open("xb") as file:
-            _receive(system, remote, file)
+            _receive(system, remote, file, stop)
             sync(file)
         os.replace(work, path)
     except BaseException:
@@ -180,7 +209,9 @@ def _fetch_file(system: Any, remote: _Remote, path: Path) -> None:
         raise
 
 
-def _receive(system: Any, remote: _Remote, file: BinaryIO) -> None:
+def _receive(
+    system: Any, remote: _Remote, file: BinaryIO, stop: threading.Event
+) -> None:
     failures = 0
     while True:
         before = file.tell()
@@ -188,6 +219,8 @@ def _receive(system: Any, remote: _Remote, file: BinaryIO) -> None:
             pieces = _http_pieces if _is_http(system) else _pieces
             for piece in pieces(system, remote, file):
                 file.write(piece)
+                if stop.is_set():
+                    raise InterruptedError(remote.address)
             _check_size(remote, file.tell())
             return
         except (ConnectionError, TimeoutError) as error:

@@ -157,10 +157,30 @@ def test_only_the_rest_is_asked_for(server, image, tmp_path, ranges, start):
     remote = _remote._describe(system, address)
     with (tmp_path / "part").open("w+b") as file:
         file.write(content[:start])
-        _remote._receive(system, remote, file)
+        _remote._receive(system, remote, file, threading.Event())
         file.seek(0)
         assert file.read() == content
     assert server.requests[1:] == [("image.npy", f"bytes={start}-")]
+
+
+def test_one_missing_file_ends_the_transfer_of_the_others(server, rng, tmp_path):
+    server.piece_seconds = 0.1
+    for number in (0, 2):
+        server.files[f"x-0{number}-of-03.npy"] = rng.bytes(2_000_000)
+    server.files["x-01-of-03.npy"] = b"x"
+    describe = _remote._describe
+
+    def vanish(system, address):
+        remote = describe(system, address)
+        if "x-01" in address:
+            server.files.pop("x-01-of-03.npy", None)
+        return remote
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_remote, "_describe", vanish)
+        with pytest.raises(FileNotFoundError, match="x-01"):
+            open_store(f"{server.address}/x-*-of-03.npy")
+    assert cached(tmp_path) == []
 
 
 def test_a_server_that_always_breaks_off_is_given_up(server, image, tmp_path):
