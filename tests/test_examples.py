@@ -61,6 +61,18 @@ def check_a_transform_of_your_own(out: str) -> None:
     assert max(map(float, last)) < float(first[0]) / 2
 
 
+def check_read_any_format(out: str) -> None:
+    rows = re.findall(
+        r"^(\w+)\((\d+) examples, image: uint8\[8, 8, 1\], label: uint8\[\]\), "
+        r"pixels as they were: (\w+)$",
+        out,
+        re.M,
+    )
+    assert rows == [(k, "1437", "True") for k in ("ImageFolderStore", "ArrowStore")]
+    assert "\n1437 examples compared with their sidecar\n" in out
+    assert 90 < float(re.findall(r"^test accuracy ([\d.]+)%$", out, re.M)[0]) < 100
+
+
 # One entry an example: a new one fails until it says here what it prints.
 CHECKS = {
     "01_chain_a_transform": check_chain_a_transform,
@@ -68,6 +80,7 @@ CHECKS = {
     "03_one_jitted_step": check_one_jitted_step,
     "04_linen_and_nnx": check_linen_and_nnx,
     "05_a_transform_of_your_own": check_a_transform_of_your_own,
+    "06_read_any_format": check_read_any_format,
 }
 
 
