@@ -267,7 +267,7 @@ def draw(record: Record, path: Path) -> None:
             for where in ("host", "device")
         )
         axes.text(
-            ratio.high * 1.05,
+            max(ratio.high, 1) * 1.05,
             row,
             f" {ratio.median:.3g}x ({host:.3g} → {device:.3g} ms)",
             va="center",

@@ -80,7 +80,9 @@ def test_where_no_rectangle_fits_the_image_stays(key):
     assert np.asarray(result).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.float32])
+@pytest.mark.parametrize(
+    "dtype", [jnp.uint8, pytest.param(jnp.float32, marks=pytest.mark.slow)]
+)
 def test_noise(key, dtype):
     images = jnp.zeros((60, 16, 16, 1), dtype)
     noise = np.asarray(ERASE(key, images, p=1.0, fill="noise"), np.float64)
