@@ -62,7 +62,7 @@ class ImageFolderStore(Store):
             status = (self._root / name).stat()
             found.append([name, status.st_size, status.st_mtime_ns])
         spec = repr(dict(self.spec))
-        classes = list(self.class_names)
+        classes = list(self.class_names or ())
         return digest([found, classes, spec, options.image_size, options.image_mode])
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -53,6 +53,8 @@ class Store(abc.ABC):
       [1, 16]
     """
 
+    class_names: tuple[str, ...] | None = None
+
     def __init__(self, spec: Mapping[str, ColumnSpec]):
         # A plain dict, because stores are pickled and a read-only view cannot be.
         self._spec = dict(spec)
@@ -143,6 +145,7 @@ class SliceStore(Store):
     def __init__(self, store: Store, rows: range):
         super().__init__(store.spec)
         self._store, self._rows = store, rows
+        self.class_names = store.class_names
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -176,6 +179,8 @@ class ConcatStore(Store):
                 )
         super().__init__(stores[0].spec)
         self._stores = tuple(stores)
+        if len({store.class_names for store in stores}) == 1:
+            self.class_names = stores[0].class_names
         self._ends = np.cumsum([len(store) for store in stores])
 
     def __len__(self) -> int:

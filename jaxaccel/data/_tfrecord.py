@@ -12,7 +12,7 @@ from jaxaccel.data._example_reader import ExampleReader
 from jaxaccel.data._example_writer import ExampleWriter
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
 from jaxaccel.data._record_index import MappedFile, cached_index
-from jaxaccel.data._sidecar import Checksums, sync
+from jaxaccel.data._sidecar import Checksums, sync, write_checksums
 from jaxaccel.data._store import ColumnSpec, Store, digest
 from jaxaccel.data._tfrecord_frames import (
     FOOTER,
@@ -131,7 +131,7 @@ class _Writer:
         del options
         require_crc32c("writing a TFRecord file")
         self._examples = ExampleWriter(spec)
-        self._file = path.open("wb")
+        self._path, self._file = path, path.open("wb")
 
     def write(self, batch: Mapping[str, np.ndarray]) -> None:
         for record in self._examples.records(batch):
@@ -140,6 +140,8 @@ class _Writer:
     def finish(self) -> None:
         sync(self._file)
         self._file.close()
+        # Its length alone tells that a file was cut between two records.
+        write_checksums(self._path)
 
     def abort(self) -> None:
         self._file.close()

@@ -166,6 +166,15 @@ def test_a_damaged_file_is_an_error_that_names_it(path, tmp_path, how):
     read_all(copied)
 
 
+def test_a_file_cut_between_two_records(written, tmp_path):
+    copied, _ = copy_of(written / "tfrecord.tfrecord", tmp_path)
+    content = copied.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    copied.write_bytes(content[: 3 * (8 + 4 + length + 4)])
+    with pytest.raises(DataCorruptionError):
+        read_all(copied)
+
+
 def test_no_flipped_bit_becomes_a_pixel(path, columns, tmp_path, rng):
     copied, files = copy_of(path, tmp_path)
     for file in files:
