@@ -42,7 +42,8 @@ def to_device(
     Returns:
       An iterator over device batches, with `bytes_put`, `stats`, `get_state`,
       `set_state` and `close`. Its state is that of the batches it has handed
-      out, not of those under way. Closing it closes the source as well.
+      out, not of those under way; `grain.checkpoint` saves and restores it like
+      that of a `Loader`. Closing it closes the source as well.
 
     Raises:
       ValueError: If `depth` is negative; while iterating, if the sharding does not
@@ -150,6 +151,13 @@ class DeviceBatches:
         self._ahead.clear()
         self._stop = None
         self._state = self._source.get_state()
+
+    def start_prefetch(self) -> None:
+        """Lets the source prepare batches, which otherwise the first `next` does."""
+        self._require_open()
+        # Grain's handler calls it on whatever it has restored.
+        if hasattr(self._source, "start_prefetch"):
+            self._source.start_prefetch()
 
     def close(self) -> None:
         """Drops the batches under way and closes the source."""

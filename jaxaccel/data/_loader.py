@@ -34,7 +34,8 @@ class Loader:
 
     Its state is JSON-able. `grain.checkpoint.CheckpointSave(loader)` and
     `CheckpointRestore(loader)` put it into an orbax checkpoint, beside the train
-    state.
+    state. With `to_device`, ask the device batches for the state, and give them to
+    orbax in the loader's place: the loader counts those under way, too.
 
     Args:
       store: Where the examples come from.

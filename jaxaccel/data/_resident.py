@@ -255,6 +255,10 @@ class ResidentBatches:
         """Continues at a saved state."""
         self._indices.set_state(state)
 
+    def start_prefetch(self) -> None:
+        """See `DeviceBatches.start_prefetch`."""
+        self._indices.start_prefetch()
+
     def close(self) -> None:
         """Drops the indices under way."""
         self._indices.close()

@@ -10,12 +10,21 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from jaxaccel.data import ArrayStore, BatchPlan, Loader
+from jaxaccel.data import ArrayStore, BatchPlan, DeviceDataset, Loader, to_device
 
 
 def make_loader(seed=3, **options):
     store = ArrayStore({"label": np.arange(12, dtype=np.uint8)})
     return Loader(store, BatchPlan(12, 4, epochs=2, seed=seed), **options)
+
+
+def make_device_batches(seed=3):
+    return to_device(make_loader(seed))
+
+
+def make_resident_batches(seed=3):
+    store = ArrayStore({"label": np.arange(12, dtype=np.uint8)})
+    return DeviceDataset(store).batches(BatchPlan(12, 4, epochs=2, seed=seed))
 
 
 def labels(batches):
@@ -85,3 +94,22 @@ def test_the_state_as_plain_json_in_orbax(tmp_path):
     with make_loader() as loader:
         loader.set_state(state)
         assert labels(loader) == rest
+
+
+@pytest.mark.parametrize("make", [make_device_batches, make_resident_batches])
+def test_device_batches_count_what_they_handed_out(tmp_path, make):
+    state = {"w": jnp.arange(3.0)}
+    with make() as batches:
+        next(batches)
+        # Two more are under way.
+        save(tmp_path, batches, state)
+        rest = labels(batches)
+    assert len(rest) == 5
+    with make() as batches:
+        restored = restore(tmp_path, batches, state)
+        assert batches.get_state()["step"] == 1
+        assert labels(batches) == rest
+    np.testing.assert_array_equal(restored["w"], [0, 1, 2])
+    with make(seed=4) as batches:
+        with pytest.raises(ValueError, match="seed: saved 3, now 4"):
+            restore(tmp_path, batches, state)
