@@ -98,11 +98,17 @@ class Prefetch:
     ):
         self._make, self._num_steps, self._budget = make, num_steps, budget
         self._run: _Run | None = None
+        self._closed = False
+        # Another thread may close what this one starts.
+        self._lock = threading.RLock()
 
     def start(self, step: int) -> None:
         """See `Source.start`."""
-        self.close()
-        self._run = _Run(self._make, step, self._num_steps, self._budget)
+        with self._lock:
+            self._stop(None)
+            if self._closed:
+                raise ClosedError
+            self._run = _Run(self._make, step, self._num_steps, self._budget)
 
     def next(self) -> tuple[Made, int]:
         """See `Source.next`."""
@@ -113,6 +119,11 @@ class Prefetch:
 
     def close(self, seconds: float | None = None) -> None:
         """See `Source.close`."""
+        with self._lock:
+            self._closed = True
+            self._stop(seconds)
+
+    def _stop(self, seconds: float | None) -> None:
         run, self._run = self._run, None
         if run is not None:
             run.stop(seconds)

@@ -109,7 +109,12 @@ class Loader:
         self._source: Source
         if workers:
             self._source = Workers(maker, plan.num_steps, budget, workers)
-            _guards.check_sent(self._source.sent_bytes, workers, stacklevel=3)
+            try:
+                _guards.check_sent(self._source.sent_bytes, workers, stacklevel=3)
+            except BaseException:
+                # Warnings may be errors.
+                self._source.close()
+                raise
         elif prefetch:
             self._source = Prefetch(maker.make, plan.num_steps, budget)
         else:

@@ -50,35 +50,36 @@ class Workers:
     ):
         self._maker, self._count = maker, count
         self._num_steps, self._budget = num_steps, budget
-        self._pool: _Pool | None = None
-        self._open()
+        self._closed = False
+        # Another thread may close what this one starts.
+        self._lock = threading.RLock()
+        self._pool = self._open()
 
     def start(self, step: int) -> None:
         """See `Source.start`."""
-        # A pool that lost a worker is not mended but replaced.
-        if self._pool is None or self._pool.lost is not None:
-            self.close()
-            self._open()
-        assert self._pool is not None
-        self._pool.restart(step)
+        with self._lock:
+            if self._closed:
+                raise ClosedError
+            # A pool that lost a worker is not mended but replaced.
+            if self._pool.lost is not None:
+                self._pool.close()
+                self._pool = self._open()
+            self._pool.restart(step)
 
     def next(self) -> tuple[Made, int]:
         """See `Source.next`."""
-        pool = self._pool
-        if pool is None:
-            raise ClosedError
-        return pool.next()
+        return self._pool.next()
 
     def close(self, seconds: float | None = None) -> None:
         """See `Source.close`."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        with self._lock:
+            self._closed = True
+            self._pool.close()
 
-    def _open(self) -> None:
+    def _open(self) -> "_Pool":
         frame = _pack_maker(self._maker)
         self.sent_bytes = len(frame[0]) + sum(b.raw().nbytes for b in frame[1])
-        self._pool = _Pool(frame, self._num_steps, self._budget, self._count)
+        return _Pool(frame, self._num_steps, self._budget, self._count)
 
 
 class _Worker:

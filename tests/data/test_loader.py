@@ -309,6 +309,16 @@ def test_closing_in_another_thread_ends_a_wait():
     assert not prefetch_threads()
 
 
+@pytest.mark.parametrize("options", [{}, {"workers": 1}])
+def test_what_is_closed_does_not_start_again(options):
+    loader = Loader(make_store(), BatchPlan(12, 4), **options)
+    loader.close()
+    # As a consumer would that had looked just before.
+    with pytest.raises(RuntimeError, match="closed while a batch was waited for"):
+        loader._source.start(0)
+    assert not prefetch_threads()
+
+
 def test_a_plan_adds_its_columns_and_a_transform_must_keep_them():
     plan = StreamPlan(12, 3, epochs=1)
     with Loader(make_store(), plan) as loader:
