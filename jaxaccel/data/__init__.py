@@ -16,6 +16,7 @@ from jaxaccel.data._device import DeviceBatches, to_device
 from jaxaccel.data._epoch import make_epoch_scan
 from jaxaccel.data._erase import cutout, random_erasing
 from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._grain import as_grain
 from jaxaccel.data._guards import DataWarning, check_pipeline
 from jaxaccel.data._labels import one_hot
 from jaxaccel.data._loader import Loader
@@ -58,6 +59,7 @@ __all__ = (
     "VerifyReport",
     "WeightedPlan",
     "WindowStore",
+    "as_grain",
     "balanced_weights",
     "check_pipeline",
     "color_jitter",

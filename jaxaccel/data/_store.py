@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxaccel.data._checks import as_count
 
-
 _SMALL = 1 << 14
 
 
