@@ -14,7 +14,7 @@ from jaxaccel.data._conversion import (
     refuse_existing,
     write_store,
 )
-from jaxaccel.data._formats import Format
+from jaxaccel.data._formats import PACKED, Format
 from jaxaccel.data._partial import partial_folder
 from jaxaccel.data._store import ColumnSpec, Store
 
@@ -117,12 +117,24 @@ def _choose(format: str | None, destination: Path) -> Format:
     writable = sorted(name for name, known in formats.items() if known.create)
     if format is not None and format not in formats:
         raise ValueError(f"format must be one of {writable}, got {format!r}")
+    if destination.name.lower().endswith(PACKED):
+        own = sorted(name for name in writable if formats[name].compressions)
+        raise ValueError(
+            f"convert does not compress a file as a whole, as the suffix of "
+            f"{destination} says; leave {destination.suffix} out, or pass compression= "
+            f"with a format that has one of its own: {own}"
+        )
     by_suffix = [
         known for known in formats.values() if destination.name.endswith(known.suffixes)
     ]
     if format is None and not by_suffix:
         if destination.suffix:
-            suffixes = sorted(s for name in writable for s in formats[name].suffixes)
+            suffixes = sorted(
+                suffix
+                for name in writable
+                for suffix in formats[name].suffixes
+                if name != "npy" and not suffix.endswith(PACKED)
+            )
             raise ValueError(
                 f"no format has the suffix {destination.suffix!r} of {destination}; "
                 f"use one of {suffixes}, none for an npy folder, or pass format="

@@ -9,6 +9,10 @@ import numpy as np
 
 from jaxaccel.data._store import ColumnSpec, Store
 
+# Of files that a program has compressed as a whole, which none of the formats reads
+# at random, and none writes.
+PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
+
 
 @dataclasses.dataclass(frozen=True)
 class OpenOptions:

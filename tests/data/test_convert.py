@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -372,6 +373,15 @@ def test_a_damaged_source_is_reported(tmp_path, arrays):
 WRONG = {
     "unknown format": ({"format": "hdf5"}, "x", ValueError, "one of"),
     "unknown suffix": ({}, "x.jpg", ValueError, "no format has the suffix '.jpg'"),
+    "packed tar": ({}, "x.tar.gz", ValueError, "leave .gz out"),
+    "packed records": ({}, "x.tfrecord.gz", ValueError, "array_record"),
+    "packed by name": (
+        {"format": "arrow"},
+        "x.arrow.ZST",
+        ValueError,
+        "leave .ZST out",
+    ),
+    "packed shards": ({"shards": 2}, "x.tgz", ValueError, "leave .tgz out"),
     "contradiction": ({"format": "arrow"}, "x.parquet", ValueError, "contradict"),
     "compression": ({"compression": "brotli"}, "x.arrow", ValueError, "'brotli'"),
     "npy compression": ({"compression": "zstd"}, "x", ValueError, "of npy must"),
@@ -392,6 +402,15 @@ def test_wrong_arguments_are_refused_before_any_work(tmp_path, arrays, case):
     with pytest.raises(kind, match=words):
         convert(source, tmp_path / name, progress=False, **options)
     assert not source.read and entries(tmp_path) == []
+
+
+def test_suffixes_that_are_recommended_are_written(tmp_path, arrays):
+    with pytest.raises(ValueError, match="no format") as caught:
+        go(arrays, tmp_path / "x.jpg")
+    suffixes = re.findall(r"'(\.\w+)'", str(caught.value))[1:]
+    assert set(suffixes) >= set(SUFFIX.values()) - {""}
+    for suffix in suffixes:
+        check(go(arrays, tmp_path / f"x{suffix}"), arrays)
 
 
 def test_resizing_needs_a_decoder(tmp_path, arrays):
