@@ -58,14 +58,31 @@ def open_array(path: str | os.PathLike[str]) -> np.ndarray:
             return _open_idx(path, file)
     if not magic:
         raise DataCorruptionError(path, None, 0, "the file is empty")
-    promised = path.suffix in (".npy", ".gz") or path.name.endswith("ubyte")
     reason = (
         f"not a .npy or IDX file: it starts with {magic!r}, expected {_NPY_MAGIC!r}, "
         "or two zero bytes and an IDX type code"
     )
-    if promised:
+    if path.suffix == ".npy" or _is_named_idx(path):
         raise DataCorruptionError(path, None, 0, reason)
-    raise ValueError(f"{path}: {reason}. Pass a .npy or IDX file")
+    raise ValueError(
+        f"{path}: {reason}. A column is one of these; files of other formats hold all "
+        "columns: open_store(path)"
+    )
+
+
+def is_idx(path: Path, head: bytes) -> bool:
+    """Whether a file is an IDX file, or is named like one.
+
+    Args:
+      path: The file.
+      head: Its first bytes.
+    """
+    known = head[:2] == b"\0\0" and len(head) >= 4 and head[2] in _IDX_DTYPES
+    return known or head.startswith(_GZIP_MAGIC) or _is_named_idx(path)
+
+
+def _is_named_idx(path: Path) -> bool:
+    return path.suffix == ".gz" or path.name.endswith("ubyte")
 
 
 def _open_npy(path: Path, file: BinaryIO) -> np.ndarray:

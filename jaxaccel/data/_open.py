@@ -23,7 +23,8 @@ from jaxaccel.data import (
 )
 from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._errors import DataCorruptionError
-from jaxaccel.data._formats import Format, OpenOptions
+from jaxaccel.data._files import is_idx
+from jaxaccel.data._formats import PACKED, Format, OpenOptions
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
 
 FORMATS: dict[str, Format] = {
@@ -215,8 +216,16 @@ def detect(path: Path) -> Format:
             if not head:
                 raise DataCorruptionError(path, None, 0, "the file is empty")
             return known
-    # IDX files, by their own rules, and the message that nothing fits.
-    return _npy.FORMAT
+    if is_idx(path, head):
+        return _npy.FORMAT
+    if not head:
+        raise DataCorruptionError(path, None, 0, "the file is empty")
+    suffixes = (s for known in FORMATS.values() for s in known.suffixes)
+    raise ValueError(
+        f"{path} is of no known format: it starts with {head[:8]!r}. Name the format "
+        f"with format=, one of {sorted(FORMATS)}, or pass a file of one of them (named "
+        f"{', '.join(s for s in suffixes if not s.endswith(PACKED))} or *-ubyte)"
+    )
 
 
 def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:

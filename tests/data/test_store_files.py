@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxaccel.data import ArrayStore, DataCorruptionError, open_store
+from jaxaccel.data._open import FORMATS
 
 IDX_CODES = {
     0x08: ">u1",
@@ -195,8 +196,18 @@ def test_other_bad_paths(tmp_path, write):
         open_store(tmp_path / "gone.npy")
     with pytest.raises(ValueError, match="holds no <column>.npy"):
         open_store(tmp_path)
-    with pytest.raises(ValueError, match="not a .npy or IDX file"):
-        open_store(write("notes.txt", b"hello"))
+    notes = write("notes.txt", b"hello")
+    with pytest.raises(ValueError, match="a .npy or IDX file.*open_store"):
+        open_store({"label": notes})
+    with pytest.raises(
+        ValueError, match="no known format: it starts with b'hello'"
+    ) as e:
+        open_store(notes)
+    assert "format=" in str(e.value) and ".gz" not in str(e.value)
+    for name in FORMATS:
+        assert repr(name) in str(e.value)
+    with pytest.raises(DataCorruptionError, match="is empty"):
+        open_store(write("nothing.txt", b""))
 
 
 def test_the_exception_survives_pickling():
