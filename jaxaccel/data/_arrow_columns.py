@@ -13,6 +13,7 @@ from jaxaccel.data._arrow_layout import Leaf, find_leaf
 from jaxaccel.data._decode import is_image, probe_image
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import OpenOptions
+from jaxaccel.data._integers import can_cast
 from jaxaccel.data._store import ColumnSpec
 
 
@@ -122,6 +123,8 @@ def _column(
     if own and _bytes(own) != size:
         reason = f"column {field.name!r} has {size} bytes an example, but says {own}"
         raise DataCorruptionError(path, None, 0, reason)
+    if spec and own and can_cast(own, spec):
+        spec = own
     if spec and _bytes(spec) != size:
         raise ValueError(f"holds {size} bytes an example, which are not a {spec}")
     chosen = spec or own
@@ -170,9 +173,11 @@ def _binary_column(
 def _reshaped(leaf: Leaf, spec: ColumnSpec | None) -> ColumnSpec:
     if spec is None:
         return ColumnSpec(leaf.shape, leaf.dtype)
-    if spec.dtype != leaf.dtype or math.prod(spec.shape) != math.prod(leaf.shape):
+    # In another shape, but as wide as it is: the values are cast afterwards.
+    found = ColumnSpec(spec.shape, leaf.dtype)
+    if math.prod(spec.shape) != math.prod(leaf.shape) or not can_cast(found, spec):
         raise ValueError(f"holds {leaf.dtype}{list(leaf.shape)}, not {spec}")
-    return spec
+    return found
 
 
 def _bytes(spec: ColumnSpec) -> int:

@@ -17,6 +17,7 @@ from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._bar import Bar
 from jaxaccel.data._disk import is_full, require_space, size_text
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
+from jaxaccel.data._integers import IntegerStore
 from jaxaccel.data._npy import NpyWriter
 from jaxaccel.data._partial import Partial, locked
 from jaxaccel.data._sidecar import WITH_CHECKSUMS, sidecar_path, write_checksums
@@ -121,7 +122,7 @@ def _is_plain(store: Store) -> bool:
     # Reading it again costs no more than reading what was staged.
     if isinstance(store, ConcatStore):
         return all(_is_plain(part) for part in store._stores)
-    if isinstance(store, SliceStore):
+    if isinstance(store, (SliceStore, IntegerStore)):
         return _is_plain(store._store)
     return isinstance(store, ArrayStore)
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxaccel.data._decode import is_image, probe_image
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import OpenOptions
+from jaxaccel.data._integers import can_cast
 from jaxaccel.data._store import ColumnSpec
 from jaxaccel.data._tf_example import (
     ExampleError,
@@ -224,6 +225,7 @@ def _as_wanted(
     size = math.prod(spec.shape)
     if column and column.kind in ("image", "raw"):
         fits, found = column.spec == spec, f"{column.kind} {_text(column.spec)}"
+        fits = fits or (column.kind == "raw" and can_cast(column.spec, spec))
     elif kind == "bytes":
         fits = record.bytes(feature) is not None and count == size * spec.dtype.itemsize
         found, column = f"{count} bytes", ExampleColumn(feature, "raw", spec)

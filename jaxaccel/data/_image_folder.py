@@ -9,6 +9,7 @@ import numpy as np
 from jaxaccel.data._decode import decode_images, probe_image
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import Format, OpenOptions
+from jaxaccel.data._integers import can_cast
 from jaxaccel.data._store import ColumnSpec, Store, aligned_empty, digest
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
@@ -97,7 +98,12 @@ class ImageFolderStore(Store):
             "image": ColumnSpec(shape, np.dtype(np.uint8)),
             "label": ColumnSpec((), dtype),
         }
-        wrong = {n: spec for n, spec in (wanted or {}).items() if found.get(n) != spec}
+        wrong = {
+            name: spec
+            for name, spec in (wanted or {}).items()
+            if found.get(name) != spec
+            and not (name == "label" and can_cast(found["label"], spec))
+        }
         if wrong:
             raise ValueError(
                 f"{self._root} cannot be read with columns={wrong}; it holds {found}: "

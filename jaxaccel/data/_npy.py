@@ -5,7 +5,7 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._disk import sync, sync_folder
 from jaxaccel.data._files import open_array
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
+from jaxaccel.data._integers import can_cast, cast_integers
 from jaxaccel.data._mapped import MappedStore
 from jaxaccel.data._sidecar import BlockCrcs
 from jaxaccel.data._store import ColumnSpec, Store
@@ -20,15 +21,23 @@ from jaxaccel.data._store import ColumnSpec, Store
 _CHUNK = 1 << 22
 
 
-def open_columns(columns: Mapping[str, object], *, checksums: bool) -> ArrayStore:
+def open_columns(
+    columns: Mapping[str, object],
+    wanted: Mapping[str, ColumnSpec] | None,
+    *,
+    checksums: bool,
+) -> Store:
     """Opens arrays and paths of `.npy` and IDX files as one store."""
     sources = {
         name: Path(column) if isinstance(column, (str, os.PathLike)) else column
         for name, column in columns.items()
     }
+    sources = _chosen("the mapping", sources, wanted)
     if not any(isinstance(source, Path) for source in sources.values()):
-        return ArrayStore(sources)  # type: ignore
-    return MappedStore(sources, checksums=checksums)  # type: ignore
+        store = ArrayStore(sources)  # type: ignore
+    else:
+        store = MappedStore(sources, checksums=checksums)  # type: ignore
+    return cast_integers(_checked("the mapping", store, wanted), wanted)
 
 
 def _open(path: Path, options: OpenOptions) -> Store:
@@ -38,7 +47,38 @@ def _open(path: Path, options: OpenOptions) -> Store:
         files = {_column(path): path}
     else:
         files = {"image" if open_array(path).ndim >= 3 else "label": path}
-    return MappedStore(files, checksums=options.checksums)
+    files = _chosen(str(path), files, options.columns)
+    store = MappedStore(files, checksums=options.checksums)
+    return _checked(str(path), store, options.columns)
+
+
+def _chosen(
+    place: str, columns: Mapping[str, Any], wanted: Mapping[str, ColumnSpec] | None
+) -> dict[str, Any]:
+    missing = [name for name in wanted or () if name not in columns]
+    if missing:
+        raise ValueError(
+            f"{place} has no column {missing}; columns must name some of "
+            f"{sorted(columns)}"
+        )
+    return {name: columns[name] for name in (columns if wanted is None else wanted)}
+
+
+def _checked(
+    place: str, store: Store, wanted: Mapping[str, ColumnSpec] | None
+) -> Store:
+    for name, spec in (wanted or {}).items():
+        if not can_cast(store.spec[name], spec):
+            store.close()
+            raise ValueError(
+                f"{place}: column {name!r} is {_text(store.spec[name])}, not "
+                f"{_text(spec)}; integers may be read in another width, nothing else"
+            )
+    return store
+
+
+def _text(spec: ColumnSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"
 
 
 def _recognizes(head: bytes) -> bool:

@@ -25,6 +25,7 @@ from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._files import is_idx
 from jaxaccel.data._formats import PACKED, Format, OpenOptions
+from jaxaccel.data._integers import cast_integers
 from jaxaccel.data._store import ColumnSpec, ConcatStore, Store
 
 FORMATS: dict[str, Format] = {
@@ -45,6 +46,15 @@ _HEAD = 64
 
 @typing.overload
 def open_store(source: Mapping[str, object]) -> ArrayStore: ...
+
+
+@typing.overload
+def open_store(
+    source: Mapping[str, object],
+    *,
+    columns: Mapping[str, ColumnSpec] | None = ...,
+    checksums: bool = ...,
+) -> Store: ...
 
 
 @typing.overload
@@ -93,6 +103,8 @@ def open_store(
           the files of one other format.
       format: Name of the format, where it should not be recognized.
       columns: The columns to read and what they hold, for files that do not say.
+        Integers may be asked for in another width than the file's: a value that
+        does not fit is an error when it is read.
       image_size: (height, width) that encoded images are resized to; without it,
         all must have one size.
       image_mode: `"RGB"` or `"L"`, the channels of encoded images.
@@ -108,8 +120,8 @@ def open_store(
       OSError: If an address does not deliver.
       TypeError: If a column is neither array nor path, or has an unsupported
         dtype.
-      ValueError: If the store would be empty, the columns differ in length, or a
-        file is of another format.
+      ValueError: If the store would be empty, the columns differ in length or hold
+        something else than `columns` says, or a file is of another format.
 
     Examples:
       >>> import numpy as np
@@ -121,11 +133,12 @@ def open_store(
       >>> store.take([4, 1])["label"].tolist()
       [4, 1]
     """
+    columns = as_columns(columns)
     options = OpenOptions(columns, image_size, image_mode, checksums, num_threads)
     _check_options(options, format)
     if isinstance(source, Mapping):
-        columns = {name: _as_column(column) for name, column in source.items()}
-        return _npy.open_columns(columns, checksums=checksums)
+        arrays = {name: _as_column(column) for name, column in source.items()}
+        return _npy.open_columns(arrays, columns, checksums=checksums)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
             f"open_store takes a path or a mapping of columns, got "
@@ -228,12 +241,28 @@ def detect(path: Path) -> Format:
     )
 
 
+def as_columns(
+    columns: Mapping[str, ColumnSpec] | None,
+) -> dict[str, ColumnSpec] | None:
+    """Brings what users write as columns into one form."""
+    if columns is None:
+        return None
+    if not columns:
+        raise ValueError("columns names no column; leave it out to read all")
+    return {
+        name: ColumnSpec(tuple(spec.shape), np.dtype(spec.dtype).newbyteorder("="))
+        for name, spec in columns.items()
+    }
+
+
 def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
     """Opens what `resolve` returned as one store."""
     stores: list[Store] = []
     try:
         for path, known in files:
-            stores.append(known.open(path, options))
+            stores.append(
+                cast_integers(known.open(path, options), options.columns, path)
+            )
         return stores[0] if len(stores) == 1 else ConcatStore(stores)
     except BaseException:
         for store in stores:

@@ -12,6 +12,7 @@ import numpy as np
 from jaxaccel.data._decode import probe_image
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import OpenOptions
+from jaxaccel.data._integers import can_cast
 from jaxaccel.data._store import ColumnSpec
 from jaxaccel.data._tar_index import Samples
 
@@ -189,6 +190,8 @@ def _as_wanted(
         return spec
     if role == "label" and wanted.shape == () and wanted.dtype.kind in "iu":
         return wanted
+    if role == "npy" and can_cast(spec, wanted):
+        return spec
     raise ValueError(
         f"{path}: column {name!r} should be {_text(wanted)}, but the first sample has "
         f"{_text(spec)}; change columns, or image_size and image_mode"

@@ -94,7 +94,9 @@ def verify(
         raise ValueError(
             f"format must be one of {sorted(_open.FORMATS)}, got {format!r}"
         )
-    options = OpenOptions(columns, image_size, image_mode, True, num_threads)
+    options = OpenOptions(
+        _open.as_columns(columns), image_size, image_mode, True, num_threads
+    )
     found = _open.resolve(source, _open.FORMATS[format] if format else None)
     parts = {path: (known, _files(path, known)) for path, known in found}
     total = sum(_size(files) for _, files in parts.values())
@@ -152,7 +154,7 @@ def _check_sidecars(files: list[Path]) -> None:
 def _read(
     path: Path, known: Format, options: OpenOptions, show: Callable[[float], None]
 ) -> int:
-    with known.open(path, options) as store:
+    with _open.open_all([(path, known)], options) as store:
         count = 0
         for batch in store.scan(batch_rows(store)):
             count += len(next(iter(batch.values())))

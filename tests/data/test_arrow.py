@@ -202,7 +202,10 @@ def test_a_shape_may_be_given_to_flat_numbers(tmp_path, rng):
     spec = ColumnSpec((3, 2), np.dtype(np.int64))
     store = open_store(path, columns={"x": spec})
     np.testing.assert_array_equal(store.take([4])["x"], flat[[4]].reshape(1, 3, 2))
-    wrong = ColumnSpec((3, 2), np.dtype(np.int32))
+    narrow = ColumnSpec((3, 2), np.dtype(np.uint8))
+    store = open_store(path, columns={"x": narrow})
+    np.testing.assert_array_equal(store.take([4])["x"], flat[[4]].reshape(1, 3, 2))
+    wrong = ColumnSpec((3, 2), np.dtype(np.float32))
     with pytest.raises(ValueError, match=r"holds int64\[6\], not ColumnSpec"):
         open_store(path, columns={"x": wrong})
 
