@@ -2,6 +2,7 @@
 
 from jaxaccel.train._compiles import CompileCounter
 from jaxaccel.train._evaluate import evaluate
+from jaxaccel.train._flops import Peak, count_flops, data_sheet_peak, measure_peak
 from jaxaccel.train._interrupt import SafeInterrupt
 from jaxaccel.train._linen import from_linen
 from jaxaccel.train._meter import Meter, MeterReading
@@ -17,16 +18,20 @@ __all__ = (
     "Meter",
     "MeterReading",
     "MetricBuffer",
+    "Peak",
     "ProgressLine",
     "SafeInterrupt",
     "Task",
     "TensorBoardWriter",
     "TrainState",
     "classification_loss",
+    "count_flops",
+    "data_sheet_peak",
     "evaluate",
     "from_linen",
     "from_nnx",
     "make_eval_step",
     "make_train_step",
     "masked_mean",
+    "measure_peak",
 )

@@ -1,22 +1,27 @@
 """Counting compilations, by the name of the compiled function."""
 
 import collections
+import threading
 from typing import Any
 
 import jax
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 class CompileCounter:
     """Counts what XLA compiles while the context is open.
 
     A step that compiles more than once wastes seconds each time: its batch or its
-    state changed a shape, a dtype or a placement. Reads from a persistent
-    compilation cache count as well, since jax reports them alike.
+    state changed a shape, a dtype or a placement. `counts` and `seconds` include
+    reads from a persistent compilation cache, since jax reports them alike;
+    `cache_hits` says how many they were.
 
     Attributes:
       counts: Number of compilations of each function, by its name.
+      seconds: Time that XLA took for them, by the same names.
+      cache_hits: How many were reads from the persistent cache.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -32,18 +37,42 @@ class CompileCounter:
     """
 
     def __init__(self):
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
         self.counts: collections.Counter[str] = collections.Counter()
+        self.seconds: collections.defaultdict[str, float] = collections.defaultdict(
+            float
+        )
+        self.cache_hits = 0
+
+    def totals(self) -> tuple[int, float]:
+        """Returns the compilations, without reads from the cache, and all seconds."""
+        with self._lock:
+            compiles = self.counts.total() - self.cache_hits
+            return compiles, sum(self.seconds.values(), 0.0)
 
     def __enter__(self) -> "CompileCounter":
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_duration_secs_listener(self._add_compilation)
+        jax.monitoring.register_event_listener(self._add_hit)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
+        jax.monitoring.unregister_event_duration_listener(self._add_compilation)
+        jax.monitoring.unregister_event_listener(self._add_hit)
 
-    def _listen(self, event: str, duration_secs: float, **details: Any) -> None:
-        del duration_secs
-        if event == _EVENT:
+    def _add_compilation(
+        self, event: str, duration_secs: float, **details: Any
+    ) -> None:
+        if event == _COMPILED:
             # jax reports `jit(name)`.
             name = str(details.get("fun_name", "")).removeprefix("jit(")
-            self.counts[name.removesuffix(")")] += 1
+            with self._lock:
+                self.counts[name.removesuffix(")")] += 1
+                self.seconds[name.removesuffix(")")] += duration_secs
+
+    def _add_hit(self, event: str, **details: Any) -> None:
+        del details
+        self.cache_hits += event == _CACHE_HIT
