@@ -2,7 +2,6 @@
 
 import abc
 import bisect
-import collections
 import contextlib
 import threading
 import warnings
@@ -22,8 +21,6 @@ from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import OpenOptions
 from jaxaccel.data._guards import DataWarning
 from jaxaccel.data._store import Store, aligned_empty, digest
-
-CACHE_BYTES = 256 << 20
 
 Opener = Callable[[Path, OpenOptions], Store]
 Stamp = tuple[str, int, int]
@@ -145,6 +142,8 @@ class ArrowStore(FileStore):
 class ChunkedStore(FileStore):
     """A file whose chunks are decoded as a whole; the last ones are kept.
 
+    Files that are opened together share the memory for that.
+
     Args:
       opener: See `FileStore`.
       source: See `FileStore`.
@@ -162,10 +161,9 @@ class ChunkedStore(FileStore):
         counts: np.ndarray,
     ):
         super().__init__(opener, source, stamp, columns, counts)
-        self._lock, self._warned = threading.Lock(), False
-        self._cache: collections.OrderedDict[int, Mapping[str, Segments]] = (
-            collections.OrderedDict()
-        )
+        self._lock, self._part = threading.Lock(), object()
+        self._cache = source.options.cache
+        self._cache.join(self._part, self._decoded_bytes())
 
     @abc.abstractmethod
     def _load(self, chunk: int) -> Mapping[str, Segments]:
@@ -178,12 +176,13 @@ class ChunkedStore(FileStore):
     def close(self) -> None:
         """See `Store.close`."""
         with self._lock:
-            self._cache.clear()
+            self._cache.leave(self._part)
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         chunks = np.searchsorted(self._ends, rows, side="right")
         used = np.unique(chunks)
-        if len(used) > 1 and (np.diff(rows) != 1).any():
+        scattered = len(used) > 1 and (np.diff(rows) != 1).any()
+        if scattered or self._cache.is_wasted:
             self._warn_of_random_reads()
         if len(used) == 1:
             return self._read_chunk(int(used[0]), rows)
@@ -198,7 +197,7 @@ class ChunkedStore(FileStore):
         return out
 
     def _read_chunk(self, chunk: int, rows: np.ndarray) -> dict[str, np.ndarray]:
-        loaded = self._loaded(chunk)
+        loaded = self._loaded(chunk, len(rows))
         first, source = self._firsts[chunk], self._chunk_source(chunk)
         zeros = np.zeros(len(rows), np.int64)
         return {
@@ -206,26 +205,30 @@ class ChunkedStore(FileStore):
             for c in self._columns
         }
 
-    def _loaded(self, chunk: int) -> Mapping[str, Segments]:
+    def _loaded(self, chunk: int, rows: int) -> Mapping[str, Segments]:
+        # Two threads that need the same chunk decode it once.
         with self._lock:
-            loaded = self._cache.pop(chunk, None) or self._load(chunk)
-            self._cache[chunk] = loaded
-            sizes = [_size(kept) for kept in self._cache.values()]
-            while len(sizes) > 1 and sum(sizes) > CACHE_BYTES:
-                self._cache.popitem(last=False)
-                sizes.pop(0)
+            loaded = self._cache.get(self._part, chunk, rows)
+            if loaded is None:
+                loaded, held = self._load(chunk), self._ends - self._firsts
+                self._cache.put(
+                    self._part,
+                    chunk,
+                    loaded,
+                    nbytes=_size(loaded),
+                    rows=int(held[chunk]),
+                )
             return loaded
 
     def _warn_of_random_reads(self) -> None:
         rows = int((self._ends - self._firsts).max())
-        if self._warned or rows == 1 or self._decoded_bytes() <= CACHE_BYTES:
+        if rows == 1 or not self._cache.is_too_small():
             return
-        self._warned = True
         warnings.warn(
             f"{self._source.path} is read in random order, but is decoded in chunks of "
-            f"up to {rows} examples, of which {CACHE_BYTES >> 20} MiB are kept: almost "
-            "every read decodes whole chunks. Convert it once to an Arrow file without "
-            "compression, which is memory-mapped: "
+            f"up to {rows} examples, of which {self._cache.max_bytes >> 20} MiB are "
+            "kept: almost every read decodes whole chunks. Convert it once to an Arrow "
+            "file without compression, which is memory-mapped: "
             "jaxaccel.data.convert(src, dst, format='arrow')",
             DataWarning,
             stacklevel=2,
@@ -284,4 +287,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _size(segments: Mapping[str, Segments]) -> int:
-    return sum(len(s.memory) + len(s.offset_memory) for s in segments.values())
+    # A column without offsets refers to its values twice.
+    memories = {
+        id(m): m for s in segments.values() for m in (s.memory, s.offset_memory)
+    }
+    return sum(map(len, memories.values()))

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxaccel.data._chunk_cache import ChunkCache
 from jaxaccel.data._store import ColumnSpec, Store
 
 # Of files that a program has compressed as a whole, which none of the formats reads
@@ -25,6 +26,8 @@ class OpenOptions:
       image_mode: `"RGB"` or `"L"`, the channels of encoded images.
       checksums: Whether what has a checksum is compared with it when it is read.
       num_threads: Threads that decode images; None takes one a core, 8 at most.
+      cache: Chunks that were decoded, for all files that are opened with these
+        options.
     """
 
     columns: Mapping[str, ColumnSpec] | None = None
@@ -32,6 +35,9 @@ class OpenOptions:
     image_mode: str = "RGB"
     checksums: bool = True
     num_threads: int | None = None
+    cache: ChunkCache = dataclasses.field(
+        default_factory=ChunkCache, repr=False, compare=False
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ from jaxaccel.data import (
     DataCorruptionError,
     DataWarning,
     Loader,
+    _chunk_cache,
     open_store,
 )
 from jaxaccel.data import _arrow_fields as fields
-from jaxaccel.data import _arrow_stores as stores
 from jaxaccel.data._arrow import ArrowWriter
 from jaxaccel.data._formats import WriteOptions
 from jaxaccel.data._sidecar import sidecar_path, write_checksums
@@ -324,7 +324,7 @@ def test_a_loader_reads_it(tmp_path, columns):
 def test_scans_decode_each_batch_once_and_random_reads_warn(
     tmp_path, columns, small_batches, monkeypatch
 ):
-    monkeypatch.setattr(stores, "CACHE_BYTES", 1000)
+    monkeypatch.setattr(_chunk_cache, "CACHE_BYTES", 1000)
     store: Any = open_store(write(tmp_path / "x.arrow", columns, "zstd"))
     loaded, load = [], store._load
     monkeypatch.setattr(

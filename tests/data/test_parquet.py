@@ -11,9 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from jaxaccel.data import ColumnSpec, DataCorruptionError, DataWarning, open_store
+from jaxaccel.data import (
+    ColumnSpec,
+    DataCorruptionError,
+    DataWarning,
+    _chunk_cache,
+    open_store,
+)
 from jaxaccel.data import _arrow_fields as fields
-from jaxaccel.data import _arrow_stores as stores
 from jaxaccel.data._formats import WriteOptions
 from jaxaccel.data._parquet import ParquetWriter
 from jaxaccel.data._sidecar import sidecar_path
@@ -152,7 +157,7 @@ def test_pickle_and_threads(tmp_path, columns):
 def test_scans_decode_each_group_once_and_random_reads_warn(
     tmp_path, columns, monkeypatch
 ):
-    monkeypatch.setattr(stores, "CACHE_BYTES", 1000)
+    monkeypatch.setattr(_chunk_cache, "CACHE_BYTES", 1000)
     store: Any = open_store(write(tmp_path / "x.parquet", columns))
     loaded, load = [], store._load
     monkeypatch.setattr(
