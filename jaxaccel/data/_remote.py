@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from jaxaccel._fetch import data_root
 from jaxaccel.data._disk import require_space, sync, writable
+from jaxaccel.data._sidecar import sidecar_path
 from jaxaccel.data._store import digest
 
 _CONNECT_SECONDS = 4.0
@@ -26,6 +27,7 @@ _PAUSE_SECONDS = 0.2
 # Attempts in a row that bring nothing.
 _ATTEMPTS = 3
 _CHUNK = 4 << 20
+_ZIP = b"PK\x03\x04"
 _PATTERN = re.compile(r"(?P<stem>.*)\*-of-(?P<count>\d+)(?P<suffix>.*)")
 _MOST_SHARDS = 100_000
 # What different servers call what changes with the content.
@@ -44,7 +46,8 @@ def fetch(address: str) -> list[Path]:
     """Fetches files into the cache folder, unless they are there.
 
     What is in the cache is used as long as the server says the same size, ETag and
-    time of modification.
+    time of modification. A file's checksums, `<file>.crc.npz`, come along where the
+    server has them.
 
     Args:
       address: Of one file, of a pattern of shards, or of a folder, where the
@@ -72,7 +75,14 @@ def fetch(address: str) -> list[Path]:
         for remote, path in zip(remotes, paths, strict=True)
         if not path.exists()
     ]
-    _all(lambda each, stop: _fetch_file(system, each[0], each[1], stop), missing)
+
+    def work(each: tuple[_Remote, Path], stop: threading.Event) -> None:
+        if not is_folder:
+            # First, so that the file is never there without it.
+            _fetch_checksums(system, *each, stop)
+        _fetch_file(system, *each, stop)
+
+    _all(work, missing)
     return [paths[0].parent] if is_folder else paths
 
 
@@ -192,21 +202,49 @@ def _all(work: Callable[[Any, threading.Event], Any], items: list[Any]) -> list[
 
 
 def _fetch_file(
-    system: Any, remote: _Remote, path: Path, stop: threading.Event
+    system: Any,
+    remote: _Remote,
+    path: Path,
+    stop: threading.Event,
+    head: bytes = b"",
 ) -> None:
+    # What begins in another way is dropped.
     if remote.size is not None:
         require_space(path.parent, remote.size, remote.address)
     # A name of its own: two processes may fetch the same file at once.
     work = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with work.open("xb") as file:
+        with work.open("x+b") as file:
             _receive(system, remote, file, stop)
             sync(file)
-        os.replace(work, path)
+            file.seek(0)
+            wanted = file.read(len(head)) == head
+        if wanted:
+            os.replace(work, path)
+        else:
+            work.unlink()
     except BaseException:
         with contextlib.suppress(OSError):
             work.unlink()
         raise
+
+
+def _fetch_checksums(
+    system: Any, remote: _Remote, path: Path, stop: threading.Event
+) -> None:
+    target = sidecar_path(path)
+    suffix = target.name.removeprefix(path.name)
+    if path.name.endswith(suffix):
+        return
+    place, mark, query = remote.address.partition("?")
+    address = place + suffix + mark + query
+    try:
+        sidecar = _describe(system, address)
+    except (FileNotFoundError, PermissionError):
+        # Some servers say the latter of what they do not have.
+        return
+    # Some show a page in place of all that they do not have.
+    _fetch_file(system, sidecar, target, stop, _ZIP)
 
 
 def _receive(

@@ -117,8 +117,9 @@ def test_a_file_is_fetched_once(server, image, tmp_path):
     for _ in range(2):
         store = open_store(f"{server.address}/image.npy")
         np.testing.assert_array_equal(store.take([7, 0])["image"], image[[7, 0]])
-    # Each time the headers, once the content.
-    assert len(server.requests) == 3
+    # Each time the headers, once the content, before which checksums are asked for.
+    names = [name for name, _ in server.requests]
+    assert names == ["image.npy", "image.npy.crc.npz", "image.npy", "image.npy"]
     assert cached(tmp_path) == ["image.npy"]
 
 
@@ -237,6 +238,45 @@ def test_shards_are_counted_by_their_pattern(server, rng, tmp_path):
         open_store(pattern)
 
 
+def test_checksums_come_along(server, rng, tmp_path):
+    array = rng.integers(0, 9, (40, 5000), dtype=np.uint8)
+    made = tmp_path / "made"
+    made.mkdir()
+    convert({"x": array}, made / "x.arrow", shards=2, progress=False).close()
+    for path in made.iterdir():
+        server.files[path.name] = path.read_bytes()
+    with open_store(f"{server.address}/x-*-of-00002.arrow?key=1") as store:
+        np.testing.assert_array_equal(store.take([39])["x"], array[[39]])
+    assert cached(tmp_path) == sorted(path.name for path in made.iterdir())
+    content = bytearray(server.files["x-00001-of-00002.arrow"])
+    content[70_000] ^= 1
+    server.files["x-00001-of-00002.arrow"] = bytes(content)
+    with pytest.raises(DataCorruptionError, match="x-00001-of-00002.arrow.*checksum"):
+        open_store(f"{server.address}/x-*-of-00002.arrow").take(np.arange(40))
+
+
+@pytest.mark.parametrize("answer", [404, 403, "a page"])
+def test_a_server_without_checksums_is_fine(server, image, tmp_path, answer):
+    sidecar = "image.npy.crc.npz"
+    if isinstance(answer, int):
+        server.status[sidecar] = answer
+    else:
+        server.files[sidecar] = answer.encode()
+    store = open_store(f"{server.address}/image.npy")
+    np.testing.assert_array_equal(store.take([7])["image"], image[[7]])
+    assert cached(tmp_path) == ["image.npy"]
+    server.status[sidecar] = 500
+    # What is in the cache is not asked about again.
+    open_store(f"{server.address}/image.npy")
+
+
+def test_a_server_that_fails_at_checksums_is_an_error(server, image, tmp_path):
+    server.status["image.npy.crc.npz"] = 500
+    with pytest.raises(ConnectionError, match="image.npy.crc.npz"):
+        open_store(f"{server.address}/image.npy")
+    assert cached(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", ["*.npy", "x-*.npy", "*-*-of-00003.npy", "x-*-of-0.a"])
 def test_patterns_without_a_count_are_refused(server, name):
     with pytest.raises(ValueError, match="how many"):
@@ -261,6 +301,7 @@ def test_other_protocols_are_read_in_chunks(server, rng, tmp_path, monkeypatch):
     try:
         one = open_store(f"memory:/{folder}/image.npy")
         np.testing.assert_array_equal(one.take([49])["image"], array[[49]])
+        assert "image.npy.crc.npz" not in cached(tmp_path)
         whole = open_store(f"memory:/{folder}")
         assert isinstance(whole, Store)
         assert dict(whole.spec) == {
@@ -285,7 +326,7 @@ def test_a_full_disk_is_noticed_before_the_transfer(server, image, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"image.npy needs 0.240 MB"):
         open_store(f"{server.address}/image.npy")
-    assert len(server.requests) == 1
+    assert [name for name, _ in server.requests].count("image.npy") == 1
 
 
 def test_unknown_protocols_and_missing_packages_name_the_remedy(monkeypatch):
