@@ -1,22 +1,37 @@
 """One optimizer update as one jitted function."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxaccel.train._state import (
-    TrainState,
-    at_least_float32,
-    check_transformation,
+from jaxaccel.train._accumulate import check_pieces, mean_gradient, mean_loss
+from jaxaccel.train._call_loss import (
+    call_loss,
+    check_batch,
+    count_examples,
+    missing_entries_explained,
 )
+from jaxaccel.train._ema import check_decay, update_ema
+from jaxaccel.train._fit import check_options, keep_types, update_explained
+from jaxaccel.train._guard import all_finite, count_skip
+from jaxaccel.train._many import scan_steps
+from jaxaccel.train._precision import (
+    Precision,
+    as_precision,
+    at_least_float32,
+    cast_like,
+)
+from jaxaccel.train._remat import check_policy, rematerialized
+from jaxaccel.train._shard import Layout
+from jaxaccel.train._state import TrainState, check_transformation
 from jaxaccel.train._task import LossFn
 
 PyTree = Any
 Preprocess = Callable[[Any, jax.Array], Any]
+Probe = Callable[[PyTree, PyTree, PyTree, Any], PyTree]
 
 
 def make_train_step(
@@ -24,7 +39,15 @@ def make_train_step(
     tx: optax.GradientTransformation,
     *,
     preprocess: Preprocess | None = None,
+    precision: str | Precision | None = None,
+    accumulate: int = 1,
+    finite_guard: bool = False,
+    ema: float | None = None,
+    rematerialize: str | Callable[..., Any] | None = None,
+    steps_per_call: int = 1,
     donate: bool = True,
+    sharding: Layout | None = None,
+    probes: Mapping[str, Probe] | None = None,
 ) -> jax.stages.Wrapped:
     r"""Builds the jitted function that does one step of training.
 
@@ -43,6 +66,12 @@ def make_train_step(
     It sees gradients, parameters and `value` in at least float32, whatever the
     dtype of the parameters, which are rounded back after the update.
 
+    Every option works with every other. The order is: preprocess the whole batch,
+    split it into micro-batches, differentiate the scaled loss, unscale, mean over
+    devices and micro-batches, finite check, transformation, parameters, their
+    average. Options that carry state (`tx`, `precision`, `finite_guard`, `ema`,
+    `sharding`) are given to `TrainState.create` as well.
+
     Host arrays may be handed over directly, but must not be written to again: the
     call returns before they are read. `jaxaccel.data.to_device` copies them where
     needed.
@@ -53,20 +82,47 @@ def make_train_step(
       tx: Any Optax transformation.
       preprocess: `preprocess(batch, key) -> batch`, applied in the same program
         to the batch as it came from the loader; None leaves it as it is.
+      precision: What the loss computes in: `"float32"`, `"bfloat16"`, `"float16"`
+        with dynamic loss scaling, or a `Precision`. None casts nothing.
+      accumulate: Number of micro-batches, one after another, that a batch is split
+        into; row `i` is in micro-batch `i % accumulate`. Memory is that of one, the
+        gradient that of the whole batch, weighted by the examples that count. Batch
+        statistics are updated by one micro-batch after the other; each has keys of
+        its own.
+      finite_guard: Whether a step whose loss or gradient is not finite leaves
+        parameters, optimizer, average and model state alone, and is counted in
+        `state.skips`. Its step number still counts. Loss scaling implies it.
+      ema: Decay of an average of the parameters, say 0.999, corrected for its
+        start; `evaluate(..., ema=True)` uses it. None keeps none.
+      rematerialize: What the backward pass may keep, the rest is computed again:
+        a policy of `jax.checkpoint_policies` or the name of one, such as
+        `"dots_saveable"`. None keeps everything.
+      steps_per_call: Steps in one call. Above 1 the step takes batches stacked along
+        a new leading axis, from `stack_batches`, and returns stacked metrics; a
+        stack of one batch does a single step.
       donate: Whether the step may reuse the memory of the state it is given.
         Then a state is gone once it went into a step; keep the returned one.
+      sharding: Layout over a mesh, from `data_parallel` or `fsdp`. None computes
+        wherever state and batch are.
+      probes: Functions `probe(params, grads, updates, batch)` by name, called inside
+        the step: parameters before the update, the mean gradient, what is added
+        to the parameters (zeros in a skipped step) and the preprocessed batch. They
+        return pytrees of arrays, `metrics["probes"][name]`.
 
     Returns:
-      `train_step(state, batch) -> (state, metrics)`, a jitted function (with
-      `lower` and `trace`); the metrics are those of the loss and `"loss"`, all
-      float32 scalars on the device.
+      `train_step(state, batch, dataset=None) -> (state, metrics)`, a jitted function
+      (with `lower` and `trace`). With a `jaxaccel.data.DeviceDataset` as `dataset`
+      the batch is what `dataset.rows` returned for the step. The metrics are those
+      of the loss and `"loss"`, all float32 scalars on the device; a guard adds
+      `"skipped"` (0 or 1), loss scaling `"loss_scale"`, and probes `"probes"`.
 
     Raises:
-      TypeError: If an argument is not callable or `tx` is no transformation;
-        when the step is first called: if the loss does not return what is said
-        above, or the state would change its dtypes from step to step.
-      ValueError: When the step is first called: if the batch's arrays differ in
-        length.
+      TypeError: If an argument is of the wrong kind; when the step is first called:
+        if the loss does not return what is said above, the state was created for
+        other options, or it would change its dtypes from step to step.
+      ValueError: If an option has no such value; when the step is first called: if
+        the batch's arrays differ in length, `accumulate` does not divide it, or an
+        entry is looked up that it lacks.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -84,52 +140,105 @@ def make_train_step(
       >>> print(state.params["w"], metrics["loss"].round(3))
       1.75 0.625
     """
-    _check_arguments(loss_fn, tx, preprocess)
+    check_functions(loss_fn, tx, preprocess)
+    check_pieces(accumulate)
+    check_decay(ema)
+    check_policy(rematerialize)
+    _check_steps(steps_per_call)
+    probes = _check_probes(probes)
+    policy = as_precision(precision)
+    scaled = policy is not None and policy.scales
+    guarded = finite_guard or scaled
     transform = optax.with_extra_args_support(tx)
 
-    def train_step(state: TrainState, batch: Any):
-        _check_call(state, batch)
+    loss = prepared_loss(loss_fn, policy, sharding)
+    loss = rematerialized(loss, rematerialize)
+    whole_loss = mean_loss(loss, accumulate)
+    gradient = mean_gradient(loss, accumulate, _zeros(sharding))
+
+    def one_step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:
+        check_options(state, ema=ema, guarded=guarded, scaled=scaled)
+        check_batch(batch)
         preprocess_key, loss_key = jax.random.split(
             jax.random.fold_in(state.key, state.step)
         )
-        if preprocess is not None:
-            batch = preprocess(batch, preprocess_key)
-
-        def checked_loss(params, batch, key):
-            return call_loss(loss_fn, params, state.model_state, batch, key)
+        batch = prepared_batch(batch, preprocess_key, preprocess, sharding)
+        scale = state.loss_scale.scale if state.loss_scale is not None else None
+        (value, (model_state, metrics)), grads = gradient(
+            state.params, state.model_state, batch, loss_key, scale
+        )
+        wide = at_least_float32(state.params)
 
         # Optax's line searches hand `batch` and `key` on to value_fn.
-        def value_fn(params, batch=batch, key=loss_key):
-            return checked_loss(_cast_like(params, state.params), batch, key)[0]
+        def value_fn(params: PyTree, batch: Any = batch, key: Any = loss_key):
+            params = cast_like(params, state.params)
+            return whole_loss(params, state.model_state, batch, key)[0]
 
-        (loss, (model_state, metrics)), grads = jax.value_and_grad(
-            checked_loss, has_aux=True
-        )(state.params, batch, loss_key)
-        grads, params = at_least_float32(grads), at_least_float32(state.params)
-        with _explained(transform, params, state.opt_state):
-            updates, opt_state = transform.update(
-                grads,
-                state.opt_state,
-                params,
-                value=loss,
-                grad=grads,
-                value_fn=value_fn,
-                batch=batch,
-                key=loss_key,
+        def update() -> tuple[TrainState, PyTree]:
+            with update_explained(transform, wide, state.opt_state):
+                updates, opt_state = transform.update(
+                    grads,
+                    state.opt_state,
+                    wide,
+                    value=value,
+                    grad=grads,
+                    value_fn=value_fn,
+                    batch=batch,
+                    key=loss_key,
+                )
+            params = cast_like(optax.apply_updates(wide, updates), state.params)
+            new = state.replace(
+                params=params, model_state=model_state, opt_state=opt_state
             )
-        new_state = state.replace(
-            step=state.step + 1,
-            params=_cast_like(optax.apply_updates(params, updates), state.params),
-            model_state=model_state,
-            opt_state=opt_state,
-        )
-        return _keep_types(state, new_state), {"loss": loss, **metrics}
+            if ema is not None and state.ema is not None:
+                new = new.replace(ema=update_ema(state.ema, params, ema))
+            return _settled(state, new, sharding), probe(updates)
+
+        def skip() -> tuple[TrainState, PyTree]:
+            nothing = jax.tree.map(jnp.zeros_like, wide)
+            return _settled(state, state, sharding), probe(nothing)
+
+        def probe(updates: PyTree) -> PyTree:
+            return {
+                name: function(wide, grads, updates, batch)
+                for name, function in probes.items()
+            }
+
+        metrics = {"loss": value, **metrics}
+        seen = metrics.pop("probes", {})
+        if state.skips is None:
+            new, probed = update()
+        else:
+            finite = all_finite((value, grads))
+            new, probed = jax.lax.cond(finite, update, skip)
+            new = new.replace(skips=count_skip(state.skips, finite))
+            metrics["skipped"] = (~finite).astype(jnp.float32)
+            if policy is not None and state.loss_scale is not None:
+                new = new.replace(loss_scale=policy.update(state.loss_scale, finite))
+                metrics["loss_scale"] = state.loss_scale.scale
+        if probes or seen:
+            metrics["probes"] = {**seen, **probed}
+        return new.replace(step=state.step + 1), metrics
+
+    def train_step(state: TrainState, batch: Any, dataset: Any = None):
+        def step(state: TrainState, batch: Any):
+            if dataset is not None:
+                batch = dataset.batch(batch)
+            return one_step(state, batch)
+
+        if steps_per_call == 1:
+            return step(state, batch)
+        return scan_steps(step, state, batch, steps_per_call)
 
     return jax.jit(train_step, donate_argnums=(0,) if donate else ())
 
 
 def make_eval_step(
-    loss_fn: LossFn, *, preprocess: Preprocess | None = None
+    loss_fn: LossFn,
+    *,
+    preprocess: Preprocess | None = None,
+    precision: str | Precision | None = None,
+    sharding: Layout | None = None,
 ) -> jax.stages.Wrapped:
     """Builds the jitted function that `evaluate` calls for every batch.
 
@@ -137,6 +246,8 @@ def make_eval_step(
       loss_fn: As for `make_train_step`, in evaluation mode: `task.eval_loss`.
       preprocess: `preprocess(batch, key) -> batch`, usually without the
         augmentation; its key is the same for every batch.
+      precision: As for `make_train_step`.
+      sharding: As for `make_train_step`.
 
     Returns:
       `eval_step(state, batch) -> sums`, jitted: `"loss"` and the metrics, each
@@ -144,6 +255,7 @@ def make_eval_step(
 
     Raises:
       TypeError: If an argument is not callable.
+      ValueError: If there is no such precision.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -157,69 +269,49 @@ def make_eval_step(
       >>> print(sums["loss"], sums["weight"])
       9.0 2.0
     """
-    _check_arguments(loss_fn, optax.identity(), preprocess)
+    check_functions(loss_fn, optax.identity(), preprocess)
+    loss = prepared_loss(loss_fn, as_precision(precision), sharding)
 
     def eval_step(state: TrainState, batch: Any):
-        _check_call(state, batch)
-        if preprocess is not None:
-            batch = preprocess(batch, state.key)
-        loss, (_, metrics) = call_loss(
-            loss_fn, state.params, state.model_state, batch, state.key
-        )
-        weight = _examples(batch)
-        sums = {name: x * weight for name, x in {"loss": loss, **metrics}.items()}
+        check_batch(batch)
+        batch = prepared_batch(batch, state.key, preprocess, sharding)
+        value, (_, metrics) = loss(state.params, state.model_state, batch, state.key)
+        metrics.pop("probes", None)
+        weight = count_examples(batch)
+        sums = {name: x * weight for name, x in {"loss": value, **metrics}.items()}
         return {**sums, "weight": weight}
 
     return jax.jit(eval_step)
 
 
-def _examples(batch: Mapping[str, jax.Array]) -> jax.Array:
-    mask = batch.get("mask")
-    if mask is not None:
-        return mask.astype(jnp.float32).sum()
-    return jnp.asarray(jax.tree.leaves(batch)[0].shape[0], jnp.float32)
+def prepared_loss(
+    loss_fn: LossFn, policy: Precision | None, sharding: Layout | None
+) -> LossFn:
+    """Returns the checked loss of parameters as the state holds them."""
+
+    def loss(params: PyTree, model_state: PyTree, batch: Any, key: jax.Array):
+        if policy is not None:
+            params, batch = policy.cast_params(params), policy.cast_batch(batch)
+        if sharding is not None:
+            # After the cast: half of the bytes travel.
+            params = sharding.gather(params)
+        return call_loss(loss_fn, params, model_state, batch, key)
+
+    return loss
 
 
-def _cast_like(tree: PyTree, like: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, ref: x.astype(ref.dtype), tree, like)
+def prepared_batch(
+    batch: Any, key: jax.Array, preprocess: Preprocess | None, sharding: Layout | None
+) -> Any:
+    """Returns the batch as the loss sees it."""
+    if preprocess is not None:
+        with missing_entries_explained(batch, "preprocess"):
+            batch = preprocess(batch, key)
+    return batch if sharding is None else sharding.constrain_batch(batch)
 
 
-def _keep_types(old: TrainState, new: TrainState) -> TrainState:
-    """Makes the new state fit the compiled step, or says what does not fit."""
-    if not jax.tree.leaves((old.model_state, new.model_state)):
-        # Two kinds of nothing, {} and an empty nnx.State.
-        new = new.replace(model_state=old.model_state)
-    for field in ("params", "model_state", "opt_state"):
-        _check_same(f"state.{field}", getattr(old, field), getattr(new, field))
-    # Naming the dtype makes weak types strong: they would compile it again.
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype=x.dtype), new)
-
-
-def _check_same(name: str, old: PyTree, new: PyTree) -> None:
-    old_leaves, old_tree = jax.tree_util.tree_flatten_with_path(old)
-    new_leaves, new_tree = jax.tree_util.tree_flatten_with_path(new)
-    if old_tree != new_tree:
-        before, after = (
-            [name + jax.tree_util.keystr(path) for path, _ in leaves]
-            for leaves in (old_leaves, new_leaves)
-        )
-        raise TypeError(
-            f"the step changed the structure of {name}, which would compile it again "
-            f"at every call. It held {before or 'nothing'}, and now "
-            f"{after or 'nothing'}. The loss must return a model_state like the one "
-            "it got; give the first one to TrainState.create(model_state=...)"
-        )
-    for (path, before), (_, after) in zip(old_leaves, new_leaves, strict=True):
-        if (before.shape, before.dtype) != (jnp.shape(after), jnp.result_type(after)):
-            raise TypeError(
-                f"the step changed {name}{jax.tree_util.keystr(path)} from "
-                f"{before.dtype}{list(before.shape)} to {jnp.result_type(after)}"
-                f"{list(jnp.shape(after))}, which would compile it again; cast it "
-                "back in the loss or in the transformation"
-            )
-
-
-def _check_arguments(loss_fn: Any, tx: Any, preprocess: Any) -> None:
+def check_functions(loss_fn: Any, tx: Any, preprocess: Any) -> None:
+    """Raises unless the arguments can be called."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function; got {type(loss_fn).__name__}")
     check_transformation(tx)
@@ -230,86 +322,34 @@ def _check_arguments(loss_fn: Any, tx: Any, preprocess: Any) -> None:
         )
 
 
-def _check_call(state: Any, batch: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(
-            f"the first argument must be a TrainState; got {type(state).__name__}. "
-            "Build it with TrainState.create(params, tx, key=...)"
-        )
-    if not isinstance(batch, Mapping) or not batch:
-        raise TypeError(
-            f"a batch is a dict of arrays, {{'image': ..., 'label': ...}}; got "
-            f"{type(batch).__name__}"
-        )
-    for name, x in batch.items():
-        if not hasattr(x, "shape"):
-            raise TypeError(
-                f"batch[{name!r}] is a {type(x).__name__}, not an array; write "
-                "np.asarray(x), and a flat dict for several arrays"
-            )
-    shapes = {name: jnp.shape(x) for name, x in batch.items()}
-    lengths = {shape[:1] for shape in shapes.values()}
-    if len(lengths) > 1 or () in lengths:
+def _settled(old: TrainState, new: TrainState, sharding: Layout | None) -> TrainState:
+    """Gives the new state the types and the places of the old one."""
+    new = keep_types(old, new)
+    return new if sharding is None else sharding.constrain(new)
+
+
+def _zeros(sharding: Layout | None) -> Callable[[PyTree], PyTree]:
+    def zeros(params: PyTree) -> PyTree:
+        tree = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params)
+        return tree if sharding is None else sharding.constrain_params(tree)
+
+    return zeros
+
+
+def _check_steps(steps_per_call: Any) -> None:
+    if not isinstance(steps_per_call, int) or steps_per_call < 1:
         raise ValueError(
-            f"every array of a batch needs the same leading batch axis; got {shapes}"
+            f"steps_per_call must be a number of steps, at least 1; got "
+            f"{steps_per_call!r}"
         )
 
 
-@contextlib.contextmanager
-def _explained(tx: Any, params: PyTree, opt_state: PyTree) -> Iterator[None]:
-    """Explains a failed update where the state is another transformation's."""
-    try:
-        yield
-    except Exception as error:
-        wanted = jax.tree.structure(jax.eval_shape(tx.init, params))
-        if jax.tree.structure(opt_state) == wanted:
-            raise
-        raise TypeError(
-            "state.opt_state is not of this step's transformation: use one `tx` for "
-            "TrainState.create and make_train_step"
-        ) from error
-
-
-def call_loss(
-    loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: Any, key: jax.Array
-) -> tuple[jax.Array, tuple[PyTree, dict]]:
-    """Calls a loss, checks what it returns and that it looks at a mask."""
-    mask = batch.get("mask") if isinstance(batch, Mapping) else None
-    if mask is not None:
-        jaxpr = jax.make_jaxpr(
-            lambda mask: loss_fn(params, model_state, {**batch, "mask": mask}, key)[0]
-        )(mask).jaxpr
-        used = any(jaxpr.invars[0] is v for eqn in jaxpr.eqns for v in eqn.invars)
-        if not used:
-            raise ValueError(
-                "the batch has a mask, but the loss does not look at it: padding "
-                "would count as examples. Average with jaxaccel.train.masked_mean("
-                "losses, batch)"
-            )
-    return _check_result(loss_fn(params, model_state, batch, key))
-
-
-def _check_result(result: Any) -> tuple[jax.Array, tuple[PyTree, dict]]:
-    try:
-        loss, (model_state, metrics) = result
-        metrics = dict(metrics)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            "loss_fn must return (loss, (model_state, metrics)), with {} for no "
-            f"state and no metrics; got {type(result).__name__}"
-        ) from error
-    for name, value in {"loss": loss, **metrics}.items():
-        if isinstance(value, (Mapping, str)) or jnp.iscomplexobj(value):
+def _check_probes(probes: Any) -> dict[str, Probe]:
+    probes = dict(probes or {})
+    for name, function in probes.items():
+        if not callable(function):
             raise TypeError(
-                f"{name!r} must be a real scalar; got {type(value).__name__}. Metrics "
-                "are a flat dict"
+                f"probe {name!r} must be a function (params, grads, updates, batch); "
+                f"got {type(function).__name__}"
             )
-        if jnp.shape(value) != ():
-            raise TypeError(
-                f"{name!r} must be a scalar, the mean over the batch; got shape "
-                f"{jnp.shape(value)}. jaxaccel.train.masked_mean averages it"
-            )
-    if "loss" in metrics or "weight" in metrics:
-        raise TypeError("'loss' and 'weight' are names of the step's own metrics")
-    scalars = {name: jnp.asarray(x, jnp.float32) for name, x in metrics.items()}
-    return jnp.asarray(loss, jnp.float32), (model_state, scalars)
+    return probes
