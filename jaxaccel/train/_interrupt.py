@@ -1,10 +1,12 @@
-"""Ctrl-C that arrives at a safe point of the loop."""
+"""Ctrl-C and SIGTERM that arrive at a safe point of the loop."""
 
 import signal
 import sys
 import threading
 from types import FrameType
 from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SafeInterrupt:
@@ -14,7 +16,9 @@ class SafeInterrupt:
     of jax's own garbage collection callback, which runs every few steps, it is
     printed as "Exception ignored" and lost: the training goes on. Here the first
     Ctrl-C only makes the next `check` raise it, between two steps, with every
-    metric intact; a second one stops at once.
+    metric intact; a second one stops at once. SIGTERM, which job schedulers send
+    some time before they kill, is held back alike; `check` then raises SystemExit
+    with the usual code, 143.
 
     Outside the main thread, where Python takes no signals, it does nothing.
 
@@ -35,30 +39,53 @@ class SafeInterrupt:
     """
 
     def __init__(self):
-        self._pending = False
-        self._previous: Any = None
+        self._pending: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether a signal has come that `check` has not raised yet."""
+        return self._pending is not None
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if Ctrl-C was pressed; call it once a step."""
-        if self._pending:
-            self._pending = False
-            raise KeyboardInterrupt
+        """Raises what a signal asked for; call it once a step.
+
+        Raises:
+          KeyboardInterrupt: If Ctrl-C was pressed.
+          SystemExit: If SIGTERM came.
+        """
+        number, self._pending = self._pending, None
+        if number is not None:
+            _raise(number)
 
     def __enter__(self) -> "SafeInterrupt":
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._note)
+            for number in _SIGNALS:
+                self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-        # Pressed after the last check: still the user's wish.
+        while self._previous:
+            number, handler = self._previous.popitem()
+            # None: a handler that was not installed by Python.
+            if handler is not None:
+                signal.signal(number, handler)
+        # Came after the last check: still the user's wish.
         if kind is None:
             self.check()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        if self._pending:
-            raise KeyboardInterrupt
-        self._pending = True
-        print("\nstopping after this step; Ctrl-C again stops at once", file=sys.stderr)
+        del frame
+        if self._pending is not None:
+            _raise(number)
+        self._pending = number
+        again = "Ctrl-C" if number == signal.SIGINT else "a signal"
+        print(
+            f"\nstopping after this step; {again} again stops at once", file=sys.stderr
+        )
+
+
+def _raise(number: int) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
