@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 ARGS ?=
+# One process a core, a file of tests each: what a file compiles is shared in it.
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: train test test-all bench transfer-figure lint docs clean setup
 
@@ -17,13 +19,13 @@ train: setup
 	$(BIN)/python examples/trainers/image_classifier.py $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest -m "" $(ARGS)
+	$(PYTEST) -m "" $(ARGS)
 
 bench: setup
-	for script in host_to_device loader_cost transforms_cost; do \
+	for script in host_to_device loader_cost transforms_cost device_augment; do \
 	  $(BIN)/python benchmarks/$$script.py --record || exit 1; done
 	$(BIN)/python benchmarks/report.py
 
