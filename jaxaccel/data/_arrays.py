@@ -53,7 +53,9 @@ class ArrayStore(Store):
     def __getitem__(self, rows: slice) -> "ArrayStore":
         """A store over a slice of the rows, sharing their memory."""
         slice_range(rows, self._length)
-        return ArrayStore({name: c[rows] for name, c in self._columns.items()})
+        part = ArrayStore({name: c[rows] for name, c in self._columns.items()})
+        part.class_names = self.class_names
+        return part
 
     def fingerprint(self) -> str:
         """See `Store.fingerprint`; here it covers every byte."""

@@ -17,7 +17,7 @@ from jaxaccel.data._arrow_buffers import (
     room,
 )
 from jaxaccel.data._arrow_columns import Column, read_columns
-from jaxaccel.data._arrow_fields import ArrowRows
+from jaxaccel.data._arrow_fields import ArrowRows, own_class_names
 from jaxaccel.data._arrow_layout import Leaf, count_parts, import_pyarrow
 from jaxaccel.data._arrow_messages import CONTINUATION, MAGIC, Batch, read_messages
 from jaxaccel.data._arrow_stores import (
@@ -48,7 +48,9 @@ def _open(path: Path, options: OpenOptions) -> Store:
     columns = read_columns(path, file.schema, options, peek)
     file.check_columns(columns)
     segments = {c.name: file.segments(c.index, c.leaf) for c in columns}
-    return ArrowStore(_open, source, file.stamp, columns, file.counts(), segments)
+    store = ArrowStore(_open, source, file.stamp, columns, file.counts(), segments)
+    store.class_names = own_class_names(path, file.schema)
+    return store
 
 
 def _open_compressed(file: "_ArrowFile", options: OpenOptions) -> Store:
@@ -62,7 +64,11 @@ def _open_compressed(file: "_ArrowFile", options: OpenOptions) -> Store:
     for column in columns:
         file.check_decoded_rows(column.index, column.leaf)
     source = Source(file.path, options)
-    return CompressedArrowStore(_open, source, file.stamp, columns, file.counts(), file)
+    store = CompressedArrowStore(
+        _open, source, file.stamp, columns, file.counts(), file
+    )
+    store.class_names = own_class_names(file.path, file.schema)
+    return store
 
 
 class CompressedArrowStore(ChunkedStore):
@@ -249,7 +255,8 @@ class ArrowWriter:
         self, path: Path, spec: Mapping[str, ColumnSpec], options: WriteOptions
     ):
         pa = import_pyarrow()
-        self._path, self._rows = path, ArrowRows(spec, tensors=True)
+        self._path = path
+        self._rows = ArrowRows(spec, tensors=True, class_names=options.class_names)
         self._file = path.open("xb")
         settings = pa.ipc.IpcWriteOptions(compression=options.compression)
         self._writer = pa.ipc.new_file(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxaccel.data._arrow_layout import import_pyarrow
+from jaxaccel.data._class_names import KEY, read_names, write_names
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._store import ColumnSpec
 
@@ -99,12 +100,27 @@ def own_spec(path: Path, field: Any) -> ColumnSpec | None:
     return ColumnSpec(shape, dtype)
 
 
+def own_class_names(path: Path, schema: Any) -> tuple[str, ...] | None:
+    """The class names that `ArrowRows` noted in a schema; None where there are none.
+
+    Args:
+      path: The file, for messages.
+      schema: Its `pyarrow.Schema`.
+
+    Raises:
+      DataCorruptionError: If the note cannot be read.
+    """
+    note = (schema.metadata or {}).get(KEY)
+    return None if note is None else read_names(path, note)
+
+
 class ArrowRows:
     """Collects examples into record batches of a sensible size.
 
     Args:
       spec: The columns.
       tensors: See `arrow_field`.
+      class_names: Names of the labels, which become metadata of the schema.
 
     Attributes:
       schema: The `pyarrow.Schema`.
@@ -112,10 +128,17 @@ class ArrowRows:
         decompress one for a single example does not wait long.
     """
 
-    def __init__(self, spec: Mapping[str, ColumnSpec], *, tensors: bool):
+    def __init__(
+        self,
+        spec: Mapping[str, ColumnSpec],
+        *,
+        tensors: bool,
+        class_names: Sequence[str] | None = None,
+    ):
         pa = import_pyarrow()
         fields = [arrow_field(name, s, tensors=tensors) for name, s in spec.items()]
-        self.schema = pa.schema(fields)
+        notes = None if class_names is None else {KEY: write_names(class_names)}
+        self.schema = pa.schema(fields, metadata=notes)
         self.rows = min(
             _MOST_ROWS, max(1, _CHUNK_BYTES // sum(map(_bytes, spec.values())))
         )

@@ -37,7 +37,8 @@ def disk_cache(
       progress: As in `convert`.
 
     Returns:
-      A store of the same examples, memory-mapped and checked by checksums.
+      A store of the same examples, memory-mapped and checked by checksums, with the
+      same `class_names`.
 
     Raises:
       OSError: If the folder cannot be written, or the disk is too small.
@@ -55,7 +56,10 @@ def disk_cache(
     """
     root = data_root(folder) if folder is not None else data_root() / "stores"
     columns = {name: [str(s.dtype), s.shape] for name, s in store.spec.items()}
-    entry = root / digest([store.fingerprint(), columns])
+    parts = [store.fingerprint(), columns]
+    if store.class_names is not None:
+        parts.append(store.class_names)
+    entry = root / digest(parts)
     known = _open.FORMATS["npy"]
     if not entry.is_dir():
         needed = len(store) * row_bytes(store)
@@ -112,6 +116,7 @@ class MemoryCache(Store):
     def __init__(self, store: Store, max_bytes: int):
         super().__init__(store.spec)
         self._store, self._max_bytes = store, max_bytes
+        self.class_names = store.class_names
         self._start()
 
     def _start(self) -> None:

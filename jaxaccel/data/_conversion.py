@@ -74,6 +74,7 @@ def write_store(
         "source": store.fingerprint(),
         "length": len(store),
         "columns": {n: [str(s.dtype), s.shape] for n, s in store.spec.items()},
+        "class_names": store.class_names,
         "format": target.known.name,
         "compression": target.compression,
         "parts": target.parts,
@@ -194,7 +195,8 @@ class _Conversion:
             if writer is not None:
                 return writer
         shutil.rmtree(folder, ignore_errors=True)
-        return NpyWriter(folder, spec, length)
+        names = self._store.class_names if self._in_place else None
+        return NpyWriter(folder, spec, length, names)
 
     def _note(self, part: str, writer: NpyWriter, *, synced: bool = False) -> None:
         digests = writer.digests() if synced else writer.checkpoint()
@@ -234,7 +236,7 @@ class _Conversion:
 
     def _create(self, path: Path, length: int) -> Any:
         assert self._known.create is not None
-        options = WriteOptions(self._compression, length)
+        options = WriteOptions(self._compression, length, self._store.class_names)
         return self._known.create(path, self._store.spec, options)
 
     def _advance(self, rows: int) -> None:

@@ -44,6 +44,9 @@ def convert(
     memory-mapped `.npy` files is not staged, since nothing needs to be decoded
     again. Another source, or other options, start anew.
 
+    The names of classes (`store.class_names`, of folders of images) are kept by npy
+    folders, Arrow and Parquet files, and by no other format.
+
     The disk needs room for the result and for the staged examples of one shard (of
     everything, without `shards`), except where the result is an npy folder.
 

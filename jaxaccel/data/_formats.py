@@ -47,10 +47,12 @@ class WriteOptions:
     Attributes:
       compression: None, or one of the format's compressions.
       length: Number of examples that will be written in all.
+      class_names: Names of the labels, which some formats keep.
     """
 
     compression: str | None
     length: int
+    class_names: tuple[str, ...] | None = None
 
 
 class Writer(Protocol):

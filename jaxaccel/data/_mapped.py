@@ -54,10 +54,16 @@ class MappedStore(ArrayStore):
 
     # The mapping would be pickled as an array, with all of its bytes.
     def __getstate__(self) -> dict[str, Any]:
-        return {"sources": self._sources, "checked": self._checked, "rows": self._rows}
+        return {
+            "sources": self._sources,
+            "checked": self._checked,
+            "rows": self._rows,
+            "class_names": self.class_names,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         MappedStore.__init__(self, state["sources"], checksums=state["checked"])
+        self.class_names = state["class_names"]
         rows = state["rows"]
         if rows and max(rows[0], rows[-1]) >= self._length:
             raise ValueError(

@@ -3,12 +3,13 @@
 import contextlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxaccel.data import _class_names as class_names
 from jaxaccel.data._arrays import ArrayStore
 from jaxaccel.data._disk import sync, sync_folder
 from jaxaccel.data._files import open_array
@@ -49,6 +50,9 @@ def _open(path: Path, options: OpenOptions) -> Store:
         files = {"image" if open_array(path).ndim >= 3 else "label": path}
     files = _chosen(str(path), files, options.columns)
     store = MappedStore(files, checksums=options.checksums)
+    names = path / class_names.FILE
+    if path.is_dir() and names.is_file():
+        store.class_names = class_names.read_names(names, names.read_bytes())
     return _checked(str(path), store, options.columns)
 
 
@@ -88,7 +92,7 @@ def _recognizes(head: bytes) -> bool:
 def _create(
     path: Path, spec: Mapping[str, ColumnSpec], options: WriteOptions
 ) -> "NpyWriter":
-    return NpyWriter(path, spec, options.length)
+    return NpyWriter(path, spec, options.length, options.class_names)
 
 
 FORMAT = Format("npy", (".npy",), _recognizes, _open, _create)
@@ -103,12 +107,23 @@ class NpyWriter:
       path: The folder, which must not exist.
       spec: The columns.
       length: How many examples will be written.
+      names: Names of the labels, which become `class_names.json`.
     """
 
-    def __init__(self, path: Path, spec: Mapping[str, ColumnSpec], length: int):
+    def __init__(
+        self,
+        path: Path,
+        spec: Mapping[str, ColumnSpec],
+        length: int,
+        names: Sequence[str] | None = None,
+    ):
         path.mkdir()
         self._start(path, spec, length)
         try:
+            if names is not None:
+                with (path / class_names.FILE).open("xb") as file:
+                    file.write(class_names.write_names(names))
+                    sync(file)
             for name in spec:
                 self._files[name] = _file(path, name).open("xb", buffering=0)
                 self._append(name, _header(spec[name], length))

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxaccel.data._arrow_buffers import Segments, Source, column_of, first_blob
 from jaxaccel.data._arrow_columns import Column, read_columns
-from jaxaccel.data._arrow_fields import ArrowRows
+from jaxaccel.data._arrow_fields import ArrowRows, own_class_names
 from jaxaccel.data._arrow_layout import Leaf, import_pyarrow
 from jaxaccel.data._arrow_stores import ChunkedStore, file_stamp, translated
 from jaxaccel.data._errors import DataCorruptionError
@@ -37,7 +37,9 @@ def _open(path: Path, options: OpenOptions) -> Store:
                 "differ between row groups; write the indices themselves, or leave it "
                 "out with columns={...}"
             )
-    return ParquetStore(columns, Source(path, options), file)
+    store = ParquetStore(columns, Source(path, options), file)
+    store.class_names = own_class_names(path, file.schema)
+    return store
 
 
 class ParquetStore(ChunkedStore):
@@ -158,7 +160,8 @@ class ParquetWriter:
         self, path: Path, spec: Mapping[str, ColumnSpec], options: WriteOptions
     ):
         pq = _import_parquet()
-        self._path, self._rows = path, ArrowRows(spec, tensors=False)
+        self._path = path
+        self._rows = ArrowRows(spec, tensors=False, class_names=options.class_names)
         self._file = path.open("xb")
         self._writer = pq.ParquetWriter(
             self._file,

@@ -36,6 +36,10 @@ class Store(abc.ABC):
     Args:
       spec: `ColumnSpec` (shape of one example, dtype) by name.
 
+    Attributes:
+      class_names: Name of each label; None where nobody has said. `convert` and
+        `disk_cache` keep it, in formats that can.
+
     Examples:
       >>> import numpy as np
       >>> from jaxaccel.data import ColumnSpec, Store
