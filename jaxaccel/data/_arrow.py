@@ -27,6 +27,7 @@ from jaxaccel.data._arrow_stores import (
     file_stamp,
     translated,
 )
+from jaxaccel.data._arrow_words import read_words
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
 from jaxaccel.data._sidecar import Checksums, sync, write_checksums
@@ -49,8 +50,7 @@ def _open(path: Path, options: OpenOptions) -> Store:
     file.check_columns(columns)
     segments = {c.name: file.segments(c.index, c.leaf) for c in columns}
     store = ArrowStore(_open, source, file.stamp, columns, file.counts(), segments)
-    store.class_names = own_class_names(path, file.schema)
-    return store
+    return file.named(store, columns)
 
 
 def _open_compressed(file: "_ArrowFile", options: OpenOptions) -> Store:
@@ -67,8 +67,7 @@ def _open_compressed(file: "_ArrowFile", options: OpenOptions) -> Store:
     store = CompressedArrowStore(
         _open, source, file.stamp, columns, file.counts(), file
     )
-    store.class_names = own_class_names(file.path, file.schema)
-    return store
+    return file.named(store, columns)
 
 
 class CompressedArrowStore(ChunkedStore):
@@ -165,6 +164,18 @@ class _ArrowFile:
                 raise self._damage(
                     batch, f"{len(batch.buffers)} buffers, expected {buffers}"
                 )
+
+    def named(self, store: Store, columns: tuple[Column, ...]) -> Store:
+        """Tells a store what the numbers in its columns mean."""
+        parts = [self.schema_range, *self.dictionaries]
+        self.check(*np.array(parts).T)
+        stream = b"".join(self.data[start:stop].tobytes() for start, stop in parts)
+        words = read_words(self.path, stream, parts[-1][0], self.schema, columns)
+        store._words = words
+        store.class_names = own_class_names(self.path, self.schema)
+        if store.class_names is None and None not in words.get("label", (None,)):
+            store.class_names = words["label"]  # pyright: ignore
+        return store
 
     def check_columns(self, columns: tuple[Column, ...]) -> None:
         """Checks that each example of each column is there."""

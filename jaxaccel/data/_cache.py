@@ -116,7 +116,7 @@ class MemoryCache(Store):
     def __init__(self, store: Store, max_bytes: int):
         super().__init__(store.spec)
         self._store, self._max_bytes = store, max_bytes
-        self.class_names = store.class_names
+        self.class_names, self._words = store.class_names, store._words
         self._start()
 
     def _start(self) -> None:

@@ -39,7 +39,7 @@ class IntegerStore(Store):
     ):
         super().__init__(spec)
         self._store, self._path = store, path
-        self.class_names = store.class_names
+        self.class_names, self._words = store.class_names, store._words
 
     def __len__(self) -> int:
         return len(self._store)

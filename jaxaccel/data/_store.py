@@ -57,6 +57,8 @@ class Store(abc.ABC):
     """
 
     class_names: tuple[str, ...] | None = None
+    # What the indices in a column stand for, where the file says so.
+    _words: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({})
 
     def __init__(self, spec: Mapping[str, ColumnSpec]):
         # A plain dict, because stores are pickled and a read-only view cannot be.
@@ -148,7 +150,7 @@ class SliceStore(Store):
     def __init__(self, store: Store, rows: range):
         super().__init__(store.spec)
         self._store, self._rows = store, rows
-        self.class_names = store.class_names
+        self.class_names, self._words = store.class_names, store._words
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -168,7 +170,8 @@ class ConcatStore(Store):
       stores: The parts, at least one.
 
     Raises:
-      ValueError: If there is none, or their columns differ.
+      ValueError: If there is none, or their columns differ, or the names of their
+        classes do.
     """
 
     def __init__(self, stores: Sequence[Store]):
@@ -180,8 +183,9 @@ class ConcatStore(Store):
                     "all parts must have the same columns, but part 0 is "
                     f"{stores[0]!r} and part {number} is {store!r}"
                 )
+            _check_words(stores[0], number, store)
         super().__init__(stores[0].spec)
-        self._stores = tuple(stores)
+        self._stores, self._words = tuple(stores), stores[0]._words
         if len({store.class_names for store in stores}) == 1:
             self.class_names = stores[0].class_names
         self._ends = np.cumsum([len(store) for store in stores])
@@ -216,6 +220,28 @@ class ConcatStore(Store):
     def _part(self, part: int, rows: np.ndarray) -> dict[str, np.ndarray]:
         start = int(self._ends[part]) - len(self._stores[part])
         return self._stores[part]._read(rows - start)
+
+
+def _check_words(first: Store, number: int, store: Store) -> None:
+    both = first.class_names is not None and store.class_names is not None
+    pairs = {"class_names": (first.class_names, store.class_names)} if both else {}
+    for name in first._words.keys() | store._words.keys():
+        pairs[f"the dictionary of column {name!r}"] = tuple(
+            part._words.get(name) for part in (first, store)
+        )
+    for what, (old, new) in sorted(pairs.items()):
+        if old != new:
+            raise ValueError(
+                "the same number must mean the same in all parts, but "
+                f"{what} is {_shortened(old)} in part 0 and {_shortened(new)} in part "
+                f"{number}; write all parts with one list of names"
+            )
+
+
+def _shortened(words: Sequence[str | None] | None) -> str:
+    if words is None or len(words) <= 8:
+        return repr(words and list(words))
+    return f"{list(words[:8])} and {len(words) - 8} more"
 
 
 def slice_range(rows: object, length: int) -> range:

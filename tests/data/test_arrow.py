@@ -11,8 +11,10 @@ import pytest
 from PIL import Image
 
 from jaxaccel.data import (
+    ArrayStore,
     BatchPlan,
     ColumnSpec,
+    ConcatStore,
     DataCorruptionError,
     DataWarning,
     Loader,
@@ -275,6 +277,53 @@ def test_a_dictionary_that_changes_is_refused(tmp_path):
             writer.write_batch(pa.record_batch([array], schema=schema))
     with pytest.raises(ValueError, match="no fixed meaning"):
         open_store(path)
+
+
+def dictionary(path, words, *, stream=False, compression=None, name="label"):
+    array = pa.array(words).dictionary_encode()
+    lists = pa.FixedSizeListArray.from_arrays(array, 1)
+    table = pa.table({"image": pa.array([7, 8], pa.uint8()), name: array, "x": lists})
+    return foreign(path, table, stream=stream, compression=compression)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("compression", [None, "lz4"])
+def test_dictionaries_must_agree_between_shards(tmp_path, stream, compression):
+    how = {"stream": stream, "compression": compression}
+    paths = [tmp_path / f"s-0000{i}-of-00002.arrow" for i in range(2)]
+    dictionary(paths[0], ["cat", "dog"], **how)
+    dictionary(paths[1], ["dog", "emu"], **how)
+    with pytest.raises(ValueError, match=r"'cat', 'dog'\] in part 0.*'dog', 'emu'"):
+        open_store(tmp_path / "s-*-of-00002.arrow")
+    # Parts of them, and read as another integer, are no better.
+    label = {"label": ColumnSpec((), np.dtype(np.uint8))}
+    parts = [open_store(path, columns=label)[1:] for path in paths]
+    with pytest.raises(ValueError, match="mean the same"):
+        ConcatStore(parts)
+    image = {"image": ColumnSpec((), np.dtype(np.uint8))}
+    assert len(open_store(tmp_path / "s-*-of-00002.arrow", columns=image)) == 4
+    dictionary(paths[1], ["cat", "dog"], **how)
+    store = open_store(tmp_path / "s-*-of-00002.arrow")
+    assert store.take(np.arange(4))["label"].tolist() == [0, 1, 0, 1]
+    assert store.class_names == ("cat", "dog")
+    assert pickle.loads(pickle.dumps(store)).class_names == ("cat", "dog")
+
+
+def test_a_dictionary_of_another_column_is_no_list_of_classes(tmp_path):
+    for i, words in enumerate((["a", "b"], ["b", "c"])):
+        dictionary(tmp_path / f"{i}.arrow", words, name="split")
+    parts = [open_store(tmp_path / f"{i}.arrow") for i in range(2)]
+    assert [part.class_names for part in parts] == [None, None]
+    with pytest.raises(ValueError, match="dictionary of column 'split'"):
+        ConcatStore(parts)
+
+
+def test_class_names_must_agree_between_parts():
+    parts = [ArrayStore({"label": np.arange(2)}) for _ in range(3)]
+    parts[0].class_names, parts[2].class_names = ("cat", "dog"), ("dog", "emu")
+    assert len(ConcatStore(parts[:2])) == 4
+    with pytest.raises(ValueError, match="class_names is .*emu.* in part 2"):
+        ConcatStore(parts)
 
 
 def test_no_example_and_the_old_format(tmp_path):
