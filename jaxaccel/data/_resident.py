@@ -8,12 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxaccel.data._device import DeviceBatches, put_column, to_device
+from jaxaccel.data._device import (
+    DeviceBatches,
+    check_batch,
+    put_column,
+    to_device,
+)
 from jaxaccel.data._loader import check_plan
 from jaxaccel.data._plan import Plan
 from jaxaccel.data._residency import check_memory, load_columns
 from jaxaccel.data._state import make_state, read_state
 from jaxaccel.data._store import ColumnSpec, Store
+
+# Marks the columns that a plan adds, among the rows of a step.
+_EXTRA = "extra_"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -130,8 +138,8 @@ class DeviceDataset:
         """Iterates over the batches of a plan, gathered on the device.
 
         The batches equal those of a `Loader` with the same plan, and a state
-        saved from either continues with the other. Only the indices travel:
-        four bytes an example.
+        saved from either continues with the other. Only the indices travel, four
+        bytes an example, and what the plan adds besides `mask`.
 
         Args:
           plan: Which examples make up which batch.
@@ -164,19 +172,25 @@ class DeviceDataset:
           sharding: Where the indices of a batch go, as for `batches`.
 
         Returns:
-          The indices, int32 of shape `(steps, batch)`, in a dict whose one key says
-          whether there is padding. Rows of it are what `batch` takes.
+          The indices, int32 of shape `(steps, batch)`, in a dict whose key says
+          whether there is padding, and the columns that the plan adds besides
+          `mask`. Rows of it are what `batch` takes.
 
         Raises:
           IndexError: If a step is out of range.
+          TypeError: If `steps` are no steps, or jax would silently narrow a column
+            that the plan adds.
           ValueError: If there is no step, or the plan is for another number of
             examples.
         """
         check_plan(len(self), self.spec, plan)
         steps = range(plan.steps_per_epoch) if steps is None else steps
+        if not isinstance(steps, range):
+            raise TypeError(f"steps must be a range, as range(3), got {steps!r}")
         if not steps:
             raise ValueError(f"there must be at least one step, got {steps}")
         batches = [_host_rows(plan, step) for step in steps]
+        check_batch(batches[0])
         if isinstance(sharding, NamedSharding):
             spec = PartitionSpec(None, *sharding.spec)
             sharding = NamedSharding(sharding.mesh, spec)
@@ -194,13 +208,20 @@ class DeviceDataset:
           rows: The rows of one step: what `rows` returned, without its first axis.
 
         Returns:
-          One array for each column, `(batch, ...)`, and `mask` where the plan pads.
+          One array for each column, `(batch, ...)`, and what the plan adds: `mask`
+          where it pads, and columns of its own.
         """
+        extras = {
+            name.removeprefix(_EXTRA): array
+            for name, array in rows.items()
+            if name.startswith(_EXTRA)
+        }
         if "index" in rows:
-            return self.take(rows["index"])
+            return {**self.take(rows["index"]), **extras}
         padded = rows["padded_index"]
         mask = padded >= 0
-        return {**self.take(jnp.where(mask, padded, ~padded)), "mask": mask}
+        taken = self.take(jnp.where(mask, padded, ~padded))
+        return {**taken, **extras, "mask": mask}
 
     def tree_flatten_with_keys(self):
         """Splits the data set into its columns and the number of examples."""
@@ -265,7 +286,7 @@ class ResidentBatches:
 
 
 class _Indices:
-    """Host batches that hold only int32 indices, with a loader's state."""
+    """Host batches of int32 indices and a plan's columns, with a loader's state."""
 
     def __init__(self, dataset: DeviceDataset, plan: Plan):
         check_plan(len(dataset), dataset.spec, plan)
@@ -293,10 +314,13 @@ class _Indices:
 
 def _host_rows(plan: Plan, step: int) -> dict[str, np.ndarray]:
     rows = plan.indices(step).astype(np.int32)
-    if plan.remainder != "pad":
-        return {"index": rows}
-    # Padding travels as the complement, so that no mask has to.
-    return {"padded_index": np.where(plan.mask(step), rows, ~rows)}
+    extras = plan.extras(step)
+    if plan.remainder == "pad":
+        # Padding travels as the complement, so that no mask has to.
+        host = {"padded_index": np.where(extras.pop("mask"), rows, ~rows)}
+    else:
+        host = {"index": rows}
+    return host | {_EXTRA + name: array for name, array in extras.items()}
 
 
 @jax.jit

@@ -1,5 +1,7 @@
 """DeviceDataset: what the contract suite does not say."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,9 @@ from jaxaccel.data import (
     ArrayStore,
     BatchPlan,
     DeviceDataset,
+    Loader,
     Store,
+    StreamPlan,
     _residency,
     make_epoch_scan,
 )
@@ -125,6 +129,40 @@ def test_a_scan_over_several_devices(store, axis_type):
     assert int(total) == 64 * 63 // 2
     expected = [plan.indices(t) for t in range(4)]
     np.testing.assert_array_equal(labels, expected)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Marked(StreamPlan):
+    """Adds columns of its own, one of them named as the indices are."""
+
+    @property
+    def extra_columns(self):
+        return (*super().extra_columns, "index", "noise")
+
+    def extras(self, step):
+        noise = np.random.default_rng(step).random((self.local_batch_size, 3))
+        index = self.indices(step).astype(np.uint8)
+        extra = {"index": index, "noise": noise.astype(np.float32)}
+        return {**super().extras(step), **extra}
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_the_columns_that_a_plan_adds_travel_along(store, remainder):
+    dataset, plan = DeviceDataset(store), Marked(64, 12, epochs=1, remainder=remainder)
+    with Loader(store, plan) as loader:
+        expected = list(loader)
+    assert set(expected[0]) >= {"image", "is_first", "index", "noise"}
+    with dataset.batches(plan) as batches:
+        for host, batch in zip(expected, batches, strict=True):
+            assert set(batch) == set(host)
+            for name, array in host.items():
+                assert batch[name].dtype == array.dtype
+                np.testing.assert_array_equal(batch[name], array)
+    epoch = make_epoch_scan(lambda state, batch: (state, batch), donate=False)
+    _, scanned = epoch(jnp.int32(0), dataset, dataset.rows(plan))
+    for name in expected[0]:
+        whole = np.stack([batch[name] for batch in expected])
+        np.testing.assert_array_equal(scanned[name], whole)
 
 
 class Counted(Store):
