@@ -15,7 +15,7 @@ import numpy as np
 from jaxaccel.data._errors import DataCorruptionError
 
 _SUFFIX = ".idx.npz"
-_VERSION = 1
+_VERSION = 2
 
 
 class MappedFile:

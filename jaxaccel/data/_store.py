@@ -224,11 +224,12 @@ class ConcatStore(Store):
 
 def _check_words(first: Store, number: int, store: Store) -> None:
     both = first.class_names is not None and store.class_names is not None
-    pairs = {"class_names": (first.class_names, store.class_names)} if both else {}
+    pairs: dict[str, tuple[Any, Any]] = {}
+    if both:
+        pairs["class_names"] = first.class_names, store.class_names
     for name in first._words.keys() | store._words.keys():
-        pairs[f"the dictionary of column {name!r}"] = tuple(
-            part._words.get(name) for part in (first, store)
-        )
+        found = first._words.get(name), store._words.get(name)
+        pairs[f"the dictionary of column {name!r}"] = found
     for what, (old, new) in sorted(pairs.items()):
         if old != new:
             raise ValueError(

@@ -38,7 +38,7 @@ class TarStore(Store):
     - `<name>.npy` is the column `<name>`, and `npy` the column `npy`.
 
     Other members are left out. The first sample says which columns there are, and
-    all others must have them.
+    all others must have them. A link stands for the member that it refers to.
     """
 
     def __init__(self, path: Path, options: OpenOptions):

@@ -1,5 +1,6 @@
 """Where the members of a tar file are, grouped into samples."""
 
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,10 +14,13 @@ BLOCK = 512
 # The key of what the writer says about labels, in the file's global header.
 NOTE = "JAXACCEL.dtypes"
 # The types whose content belongs to the next member, or to all.
-_LONG_NAME, _PAX, _PAX_GLOBAL = b"L", b"x", b"g"
+_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL = b"L", b"K", b"x", b"g"
 _FILES = (b"0", b"\0", b"7")
+_HARD_LINK, _SYMBOLIC_LINK = b"1", b"2"
 _NO_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")
 _MOST_NAME = 1 << 20
+# One after the other, as on Linux; they may lead around in a circle.
+_MOST_LINKS = 40
 # The part of a path before the first dot of the file's name, and what follows.
 _SAMPLE = re.compile(r"((?:.*/)?[^./][^.]*)\.([^/]*)", re.DOTALL)
 
@@ -33,6 +37,12 @@ class Member(NamedTuple):
     name: str
     start: int
     size: int
+
+
+class _Link(NamedTuple):
+    name: str
+    target: str
+    header: int
 
 
 class Samples(NamedTuple):
@@ -69,18 +79,18 @@ def find_samples(
 
     Raises:
       DataCorruptionError: If it is damaged.
-      ValueError: If it holds no sample, or two members of the same name.
+      ValueError: If it holds no sample, or two members of the same name, or a link
+        to something else than one of its members.
     """
     view, notes = memoryview(data), {}  # pyright: ignore[reportArgumentType]
     heads: list[tuple[int, int]] = []
-    members = list(_members(path, view, notes, heads))
+    found = list(_members(path, view, notes, heads))
     if check:
         check(*np.array(heads, np.int64).reshape(-1, 2).T)
     samples: dict[str, dict[str, Member]] = {}
-    for member in members:
+    for member in _linked(path, found):
         match = _SAMPLE.fullmatch(member.name)
-        if match is None or member.name.startswith("__"):
-            continue
+        assert match is not None
         sample = samples.setdefault(match[1], {})
         kind = match[2].lower()
         if kind in sample:
@@ -97,9 +107,28 @@ def find_samples(
         )
     kinds = sorted({kind for sample in samples.values() for kind in sample})
     nothing = Member("", -1, 0)
-    found = [[s.get(kind, nothing) for kind in kinds] for s in samples.values()]
-    table = np.array([[m[1:] for m in row] for row in found], np.int64)
+    rows = [[s.get(kind, nothing) for kind in kinds] for s in samples.values()]
+    table = np.array([[m[1:] for m in row] for row in rows], np.int64)
     return Samples(kinds, table[..., 0], table[..., 1], notes.get(NOTE, ""))
+
+
+def _linked(path: Path, found: list[Member | _Link]) -> Iterator[Member]:
+    """The members that are named as parts of samples, links replaced by files."""
+    by_name = {posixpath.normpath(each.name): each for each in found}
+    for each in found:
+        if each.name.startswith("__") or not _SAMPLE.fullmatch(each.name):
+            continue
+        target, steps = each, 0
+        while isinstance(target, _Link) and steps < _MOST_LINKS:
+            target, steps = by_name.get(posixpath.normpath(target.target)), steps + 1
+        if not isinstance(target, Member):
+            assert isinstance(each, _Link)
+            raise ValueError(
+                f"{path}: the member {each.name!r} (byte offset {each.header}) is a "
+                f"link to {each.target!r}, which is no file in this archive; pack what "
+                "it refers to: tar --dereference"
+            )
+        yield target._replace(name=each.name)
 
 
 def _members(
@@ -107,7 +136,7 @@ def _members(
     view: memoryview,
     notes: dict[str, str],
     heads: list[tuple[int, int]],
-) -> Iterator[Member]:
+) -> Iterator[Member | _Link]:
     at, override = 0, {}
     while True:
         header = bytes(view[at : at + BLOCK])
@@ -126,8 +155,9 @@ def _members(
                 left = len(view) - start
                 raise ValueError(f"a member of {size} bytes, but only {left} follow")
             content = view[start : start + size]
-            if kind == _LONG_NAME:
-                override["path"] = _text(content[:_MOST_NAME])
+            if kind in (_LONG_NAME, _LONG_LINK):
+                key = "path" if kind == _LONG_NAME else "linkpath"
+                override[key] = _text(content[:_MOST_NAME])
             elif kind in (_PAX, _PAX_GLOBAL):
                 target = override if kind == _PAX else notes
                 target.update(_pax(bytes(content[:_MOST_NAME])))
@@ -135,11 +165,17 @@ def _members(
                 raise ValueError("a sparse member, which is not supported")
         except ValueError as error:
             raise DataCorruptionError(path, None, at, str(error)) from None
-        about_others = kind in (_LONG_NAME, _PAX, _PAX_GLOBAL)
+        about_others = kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_GLOBAL)
         heads.append((at, start + size * about_others))
+        name = override.get("path") or _name(header)
         if kind in _FILES:
-            yield Member(override.get("path") or _name(header), start, size)
-        if not about_others and kind != b"K":
+            yield Member(name, start, size)
+        elif kind in (_HARD_LINK, _SYMBOLIC_LINK):
+            target = override.get("linkpath") or _text(memoryview(header)[157:257])
+            if kind == _SYMBOLIC_LINK:
+                target = posixpath.join(posixpath.dirname(name), target)
+            yield _Link(name, target, at)
+        if not about_others:
             override = {}
         at = start + -(-size // BLOCK) * BLOCK
 

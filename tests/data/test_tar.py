@@ -103,6 +103,54 @@ def test_written_file_is_what_others_expect(written, columns):
             assert int(content.read()) == columns["label"][i]
 
 
+LONG = "d" * 120
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize(
+    ("kind", "folder", "target"),
+    [
+        (tarfile.LNKTYPE, "", "./1.cls"),
+        (tarfile.LNKTYPE, "a/", f"{LONG}/1.cls"),
+        (tarfile.SYMTYPE, "a/", f"../{LONG}/1.cls"),
+        (tarfile.SYMTYPE, "a/", "../link.cls"),
+    ],
+)
+def test_links_stand_for_their_members(tmp_path, format, kind, folder, target):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=format) as file:
+
+        def add(name, content=b"", **fields):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            for field, value in fields.items():
+                setattr(info, field, value)
+            file.addfile(info, io.BytesIO(content))
+
+        add(f"{LONG}/1.cls", b"5")
+        add("1.cls", b"6")
+        add(f"{folder}2.cls", type=kind, linkname=target)
+        # To a link that comes later.
+        add("link.cls", type=tarfile.SYMTYPE, linkname=f"{LONG}/1.cls")
+    expected = 6 if target == "./1.cls" else 5
+    with open_store(path) as store:
+        assert store.take(np.arange(4))["label"].tolist() == [5, 6, expected, 5]
+
+
+@pytest.mark.parametrize("target", ["../1.cls", "/etc/1.cls", "3.cls", "2.cls"])
+def test_links_out_of_the_archive_are_refused(tmp_path, target):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as file:
+        info = tarfile.TarInfo("1.cls")
+        info.size = 1
+        file.addfile(info, io.BytesIO(b"5"))
+        info = tarfile.TarInfo("2.cls")
+        info.type, info.linkname = tarfile.SYMTYPE, target
+        file.addfile(info)
+    with pytest.raises(ValueError, match="'2.cls'.*is a link to.*--dereference"):
+        open_store(path)
+
+
 def test_equal_data_make_equal_files(tmp_path, columns):
     first = write_columns(tmp_path / "a.tar", columns)
     second = write_columns(tmp_path / "b.tar", columns)
@@ -160,9 +208,9 @@ def test_members_of_a_sample_need_not_be_neighbours(pack):
     assert batch["weight"].tolist() == [13, 11, 12]
 
 
-def test_folders_and_links_are_passed_over(tmp_path):
+def test_folders_and_links_that_are_no_samples_are_passed_over(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as file:
-        for name, kind in (("a", tarfile.DIRTYPE), ("a/9.cls", tarfile.SYMTYPE)):
+        for name, kind in (("a", tarfile.DIRTYPE), ("a/latest", tarfile.SYMTYPE)):
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "elsewhere"
             file.addfile(info)
