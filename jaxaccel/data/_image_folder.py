@@ -1,5 +1,6 @@
 """Folders of images, one folder for each class."""
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from jaxaccel.data._integers import can_cast
 from jaxaccel.data._store import ColumnSpec, Store, aligned_empty, digest
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
+# Folders of these names, with folders of images in them, are no classes.
+_SPLITS = {"dev", "test", "testing", "train", "training", "val", "valid", "validation"}
 
 
 class ImageFolderStore(Store):
@@ -32,8 +35,10 @@ class ImageFolderStore(Store):
 
     Raises:
       DataCorruptionError: If the first image is damaged.
+      FileNotFoundError: If there is a link to something that is not there.
       ValueError: If there is no image in any sub-folder, or columns are asked for
-        that this format does not have.
+        that this format does not have; or if the folders are `train`, `test` and so
+        on, with the classes inside.
     """
 
     def __init__(self, root: Path, options: OpenOptions):
@@ -47,6 +52,7 @@ class ImageFolderStore(Store):
                 f"format, and no sub-folder with images (*{', *'.join(_SUFFIXES)}); "
                 f"images are expected as {root}/<class>/<image>.jpg"
             )
+        self._refuse_splits(folders, [file for file, _ in files])
         self.class_names = tuple(folders)
         self._files = [os.path.relpath(file, self._root) for file, _ in files]
         dtype = np.min_scalar_type(len(folders) - 1)
@@ -84,6 +90,15 @@ class ImageFolderStore(Store):
                 where=lambda i: (paths[i], int(rows[i]), 0),
             )
         return out
+
+    def _refuse_splits(self, folders: list[str], files: list[str]) -> None:
+        direct = any(os.path.relpath(f, self._root).count(os.sep) < 2 for f in files)
+        if direct or not _SPLITS.issuperset(name.lower() for name in folders):
+            return
+        raise ValueError(
+            f"the folder {self._root} holds {folders}, which look like splits of a "
+            f"data set rather than its classes; open one: {self._root / folders[0]}"
+        )
 
     def _chosen(self, dtype: np.dtype) -> dict[str, ColumnSpec]:
         wanted, options = self._options.columns, self._options
@@ -124,24 +139,46 @@ class _Contents(Sequence[bytes]):
         return self._paths[index].read_bytes()
 
 
+def first_image(root: Path) -> Path | None:
+    """An image that lies in a sub-folder of a folder, though no deeper."""
+    for name in sorted(_folders(root)):
+        for entry in _entries(root / name):
+            if _is_image(entry):
+                return Path(entry.path)
+    return None
+
+
 def _folders(root: Path) -> Iterator[str]:
-    with os.scandir(root) as entries:
+    return (entry.name for entry in _entries(root) if entry.is_dir())
+
+
+def _images(folder: Path) -> list[str]:
+    found, rest = [], [os.fspath(folder)]
+    while rest:
+        for entry in _entries(rest.pop()):
+            # Links to folders are not followed: they may lead around in a circle.
+            if entry.is_dir(follow_symlinks=False):
+                rest.append(entry.path)
+            elif _is_image(entry):
+                found.append(entry.path)
+    return sorted(found)
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    if not entry.name.lower().endswith(_SUFFIXES):
+        return False
+    if entry.is_symlink() and not os.path.exists(entry.path):
+        raise FileNotFoundError(
+            errno.ENOENT, "a link to an image that is not there", entry.path
+        )
+    return entry.is_file()
+
+
+def _entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield entry.name
-
-
-def _images(folder: Path) -> Iterator[str]:
-    # Links inside are not followed: they may lead around in a circle.
-    found = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [
-            os.path.join(parent, name)
-            for name in names
-            if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
-        ]
-    return iter(sorted(found))
+            if not entry.name.startswith("."):
+                yield entry
 
 
 def _recognizes(head: bytes) -> bool:

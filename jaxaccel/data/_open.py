@@ -99,8 +99,9 @@ def open_store(
         - an address, `https://`, `s3://`, `gs://` or another that fsspec knows, of
           any of these: fetched once into the cache folder (needs
           `jaxaccel[remote]`);
-        - the path of a folder: with one `<column>.npy` for each column, or with
-          the files of one other format.
+        - the path of a folder: with one `<column>.npy` for each column, with the
+          files of one other format, or with a folder of images for each class.
+          Where several fit, `format` says which.
       format: Name of the format, where it should not be recognized.
       columns: The columns to read and what they hold, for files that do not say.
         Integers may be asked for in another width than the file's: a value that
@@ -272,18 +273,30 @@ def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
 
 def _resolve_folder(path: Path, chosen: Format | None) -> list[tuple[Path, Format]]:
     files = [file for file in sorted(path.iterdir()) if file.is_file()]
+    found: dict[str, list[Path]] = {}
     for known in [chosen] if chosen else FORMATS.values():
-        mine = [file for file in files if file.name.endswith(known.suffixes)]
-        if known is _npy.FORMAT and mine:
-            return [(path, known)]
-        if mine and known.suffixes:
-            return [(file, known) for file in complete(mine)]
-    for known in [chosen] if chosen else FORMATS.values():
-        if not known.suffixes:
-            return [(path, known)]
+        if known.suffixes:
+            found[known.name] = [f for f in files if f.name.endswith(known.suffixes)]
+        else:
+            image = path if chosen else _image_folder.first_image(path)
+            found[known.name] = [image] if image else []
+    found = {name: mine for name, mine in found.items() if mine}
+    if len(found) > 1:
+        examples = [f"{mine[0].relative_to(path)} ({n})" for n, mine in found.items()]
+        raise ValueError(
+            f"the folder {path} holds data of several formats: {', '.join(examples)}; "
+            f"choose one: format={next(iter(found))!r}"
+        )
+    for name, mine in found.items():
+        if FORMATS[name].suffixes and name != "npy":
+            return [(file, FORMATS[name]) for file in complete(mine)]
+        return [(path, FORMATS[name])]
+    if chosen is None:
+        # Images further down, or the error that says what is expected.
+        return [(path, _image_folder.FORMAT)]
     raise ValueError(
-        f"the folder {path} holds no <column>.npy file and none of another format; "
-        "pass a mapping of column names to paths for other names"
+        f"the folder {path} holds no file of the format {chosen.name} "
+        f"({', '.join(chosen.suffixes)}); pass the path of a file for other names"
     )
 
 

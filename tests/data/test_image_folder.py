@@ -130,3 +130,35 @@ def test_folder_without_images(tmp_path):
         open_store(tmp_path)
     with pytest.raises(ValueError, match="no sub-folder with images"):
         open_store(tmp_path, format="image_folder")
+
+
+def test_splits_are_no_classes(tmp_path, pixels, write):
+    for name in ("train/cat/a.png", "val/dog/a.png"):
+        write(f"set/{name}", pixels["cat/y.png"])
+    with pytest.raises(ValueError, match=r"\['train', 'val'\].*open one: .*set/train"):
+        open_store(tmp_path / "set")
+    assert len(open_store(tmp_path / "set" / "train")) == 1
+    # Classes of such names hold images themselves.
+    write("set/val/a.png", pixels["cat/y.png"])
+    assert open_store(tmp_path / "set").class_names == ("train", "val")
+
+
+def test_a_broken_link_is_named(tmp_path, pixels):
+    link = tmp_path / "dog" / "c.png"
+    os.symlink(tmp_path / "nowhere.png", link)
+    with pytest.raises(FileNotFoundError, match="dog/c.png"):
+        open_store(tmp_path)
+    (tmp_path / "nowhere.png").write_bytes((tmp_path / "dog" / "b.png").read_bytes())
+    assert len(open_store(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("stray", ["mean.npy", "metadata.parquet"])
+def test_a_stray_file_beside_the_classes(tmp_path, pixels, stray):
+    if stray.endswith("npy"):
+        np.save(tmp_path / stray, np.zeros(3))
+    else:
+        (tmp_path / stray).write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="several formats.*format=") as caught:
+        open_store(tmp_path)
+    assert stray in str(caught.value) and "image_folder" in str(caught.value)
+    assert len(open_store(tmp_path, format="image_folder")) == 5

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from jaxaccel.data import ArrayStore, DataCorruptionError, open_store
+from jaxaccel.data import ArrayStore, DataCorruptionError, convert, open_store
 from jaxaccel.data._open import FORMATS
 
 IDX_CODES = {
@@ -219,3 +219,22 @@ def test_the_exception_survives_pickling():
         152,
         str(error),
     )
+
+
+@pytest.mark.parametrize("files", [("a.arrow", "b.parquet"), ("x.npy", "a.arrow")])
+def test_folders_of_several_formats_need_a_choice(tmp_path, files):
+    values = np.arange(6)
+    for name in files:
+        if name.endswith("npy"):
+            np.save(tmp_path / name, values)
+        else:
+            convert({"x": values}, tmp_path / name, progress=False).close()
+    known = [{"a": "arrow", "b": "parquet", "x": "npy"}[name[0]] for name in files]
+    with pytest.raises(ValueError, match="several formats.*format=") as caught:
+        open_store(tmp_path)
+    for name, format in zip(files, known, strict=True):
+        assert f"{name} ({format})" in str(caught.value)
+        store = open_store(tmp_path, format=format)
+        np.testing.assert_array_equal(store.take(values)["x"], values)
+    with pytest.raises(ValueError, match="no file of the format tar"):
+        open_store(tmp_path, format="tar")
