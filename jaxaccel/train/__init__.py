@@ -2,7 +2,7 @@
 
 from jaxaccel.train._checkpoint import Checkpoints
 from jaxaccel.train._compare import Comparison, compare
-from jaxaccel.train._compiles import CompileCounter
+from jaxaccel.train._compiles import CompileCounter, enable_compilation_cache
 from jaxaccel.train._console import ConsoleWriter
 from jaxaccel.train._early_stop import EarlyStop
 from jaxaccel.train._evaluate import evaluate
@@ -17,6 +17,7 @@ from jaxaccel.train._nnx import from_nnx
 from jaxaccel.train._precision import Precision
 from jaxaccel.train._progress import ProgressLine
 from jaxaccel.train._prometheus import PrometheusWriter
+from jaxaccel.train._recompile_guard import Recompilation, RecompileGuard
 from jaxaccel.train._resources import ResourceMonitor
 from jaxaccel.train._run import run
 from jaxaccel.train._save_restore import restore, save
@@ -43,6 +44,8 @@ __all__ = (
     "Precision",
     "ProgressLine",
     "PrometheusWriter",
+    "Recompilation",
+    "RecompileGuard",
     "ResourceMonitor",
     "SafeInterrupt",
     "Task",
@@ -58,6 +61,7 @@ __all__ = (
     "count_flops",
     "data_parallel",
     "data_sheet_peak",
+    "enable_compilation_cache",
     "evaluate",
     "from_linen",
     "from_nnx",

@@ -1,10 +1,15 @@
-"""Counting compilations, by the name of the compiled function."""
+"""Counting compilations, by the function's name, and keeping them on disk."""
 
 import collections
+import os
+import pathlib
 import threading
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxaccel.train._tensorboard import check_writable
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -76,3 +81,41 @@ class CompileCounter:
     def _add_hit(self, event: str, **details: Any) -> None:
         del details
         self.cache_hits += event == _CACHE_HIT
+
+
+def enable_compilation_cache(
+    folder: str | os.PathLike[str] | None = None, *, min_seconds: float = 0.0
+) -> pathlib.Path:
+    """Keeps compiled programs on disk, for this process and later ones.
+
+    A program that was compiled before, by the same version of jax for the same
+    device, is read instead: tracing and lowering remain. May be called at any time;
+    what this process compiled earlier is not written.
+
+    Args:
+      folder: Where they are kept; None means the folder that jax is already set to
+        (`JAX_COMPILATION_CACHE_DIR`), or `jaxaccel/compiled` in the user's cache.
+      min_seconds: Programs that compile faster are not worth a file.
+
+    Returns:
+      The folder.
+
+    Raises:
+      ValueError: If the folder cannot be made or written.
+    """
+    path = _default_folder() if folder is None else pathlib.Path(folder)
+    check_writable(path)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # jax decides at its first compilation whether there is a cache.
+    compilation_cache.reset_cache()
+    return path
+
+
+def _default_folder() -> pathlib.Path:
+    chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if chosen:
+        return pathlib.Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "jaxaccel" / "compiled"
