@@ -28,6 +28,7 @@ def from_linen(
     mutable: Sequence[str] = ("batch_stats",),
     train_kwarg: str | None = "auto",
     inputs: str | Callable[[Batch], Any] = "image",
+    capture: Callable[[Any], Any] | None = None,
 ) -> Task:
     """Makes a task of a Flax linen module.
 
@@ -45,6 +46,10 @@ def from_linen(
         `__call__` has, if any; None passes nothing.
       inputs: The entry of the batch that the module is called with, or a function
         of the batch that returns its positional arguments (a tuple of several).
+      capture: Statistics of what training sows into `intermediates`: a function of
+        that collection, a nested dict, that returns a pytree of arrays. A train
+        step returns them as `metrics["probes"]["activations"]`, averaged over
+        micro-batches. None drops the collection.
 
     Returns:
       The `Task`. `init(key, batch)` initializes the module with the shapes of the
@@ -100,11 +105,14 @@ def from_linen(
             *select_inputs(inputs, batch),
             **mode(train=True),
             rngs=streams(key),
-            mutable=[*mutable],
+            mutable=[*mutable, *(_TRANSIENT if capture else ())],
         )
-        new_state = {**model_state, **core.unfreeze(updated)}
+        updated = dict(core.unfreeze(updated))
+        sown = updated.pop("intermediates", {}) if capture else {}
         result, metrics = reduce_loss(loss(outputs, batch), batch)
-        return result, (new_state, metrics)
+        if capture is not None:
+            metrics = {**metrics, "probes": {"activations": capture(sown)}}
+        return result, ({**model_state, **updated}, metrics)
 
     def eval_loss(params, model_state, batch, key):
         outputs = module.apply(

@@ -17,6 +17,7 @@ def from_nnx(
     *,
     wrt: Any = None,
     inputs: str | Callable[[Batch], Any] = "image",
+    capture: Callable[[Any], Any] | None = None,
 ) -> Task:
     """Makes a task of an initialized Flax NNX module.
 
@@ -34,6 +35,10 @@ def from_nnx(
         variables (batch statistics, frozen parameters) make up `model_state`.
       inputs: The entry of the batch that the module is called with, or a function
         of the batch that returns its positional arguments (a tuple of several).
+      capture: Statistics of the `nnx.Intermediate` variables that training sows: a
+        function of a nested dict of them that returns a pytree of arrays. A train
+        step returns them as `metrics["probes"]["activations"]`, averaged over
+        micro-batches. None drops the variables.
 
     Returns:
       The `Task`. `init()` returns copies of the module's own variables, any
@@ -96,21 +101,28 @@ def from_nnx(
         module = nnx.merge(
             graph, params, _rekey(keys, key), _zeros(counts), model_state, copy=True
         )
-        outputs = module(*select_inputs(inputs, batch))
+        arguments, sown = select_inputs(inputs, batch), nnx.State({})
+        if capture is None:
+            outputs = module(*arguments)
+        else:
+            outputs, sown = nnx.capture(module, nnx.Intermediate)(*arguments)
         nnx.pop(module, nnx.Intermediate)
-        return outputs, split(module)[-1]
+        return outputs, split(module)[-1], sown
 
     def init(key: Any = None, batch: Any = None):
         del key, batch
         return jax.tree.map(lambda x: jnp.array(x, copy=True), (own_params, own_state))
 
     def train_loss(params, model_state, batch, key):
-        outputs, new_state = apply(train_graph, params, model_state, batch, key)
+        outputs, new_state, sown = apply(train_graph, params, model_state, batch, key)
         result, metrics = reduce_loss(loss(outputs, batch), batch)
+        if capture is not None:
+            statistics = capture(nnx.to_pure_dict(sown))
+            metrics = {**metrics, "probes": {"activations": statistics}}
         return result, (new_state, metrics)
 
     def eval_loss(params, model_state, batch, key):
-        outputs, _ = apply(eval_graph, params, model_state, batch, key)
+        outputs, _, _ = apply(eval_graph, params, model_state, batch, key)
         result, metrics = reduce_loss(loss(outputs, batch), batch)
         return result, (model_state, metrics)
 

@@ -96,7 +96,8 @@ def make_train_step(
         start; `evaluate(..., ema=True)` uses it. None keeps none.
       rematerialize: What the backward pass may keep, the rest is computed again:
         a policy of `jax.checkpoint_policies` or the name of one, such as
-        `"dots_saveable"`. None keeps everything.
+        `"dots_saveable"`. It applies to the loss as a whole; wrap single blocks of a
+        model with `nn.remat` or `nnx.remat`. None keeps everything.
       steps_per_call: Steps in one call. Above 1 the step takes batches stacked along
         a new leading axis, from `stack_batches`, and returns stacked metrics; a
         stack of one batch does a single step.
