@@ -213,7 +213,7 @@ def _loop(
     started, i = time.monotonic(), int(jax.device_get(state.step))
     evaluations = _Evaluations(options.checkpoints)
 
-    def save(results: Evaluation | None = None) -> None:
+    def save(results: Evaluation) -> None:
         if options.checkpoints is not None:
             parts = {} if meter is None else {"meter": meter}
             options.checkpoints.save(
@@ -240,6 +240,7 @@ def _loop(
             interrupt = stack.enter_context(SafeInterrupt())
         watch = make_watch(stack)
         source, first, end = watch.batches(batches), True, reason()
+        results: Evaluation = {}
         while end is None:
             batch = next(source, None)
             if batch is None:
@@ -251,7 +252,7 @@ def _loop(
                 _check_loss(i, metrics)
             first = False
             watch.update(i, metrics, batch)
-            results: Evaluation = {}
+            results = {}
             if options.evaluate and _due(before, i, options.evaluate_every):
                 with watch.paused():
                     results = {k: float(x) for k, x in options.evaluate(state).items()}
@@ -276,7 +277,7 @@ def _loop(
                     save(results)
             if interrupt.pending:
                 break
-        save()
+        save(results)
         if options.checkpoints is not None:
             options.checkpoints.wait()
         interrupt.check()
