@@ -100,7 +100,6 @@ def convert(
     if not partial_folder(destination).exists():
         refuse_existing(finals, overwrite)
     with _opened(source, asked) as store:
-        _check_resized(store, image_size)
         if (shards or 1) > len(store):
             raise ValueError(
                 f"shards must be at most the number of examples, {len(store)}, got "
@@ -195,12 +194,3 @@ def _opened(source: Any, asked: dict[str, Any]) -> Iterator[Store]:
             "open_store, which opened this one"
         )
     yield source
-
-
-def _check_resized(store: Store, image_size: tuple[int, int] | None) -> None:
-    shapes = [spec.shape for spec in store.spec.values()]
-    if image_size and not any(shape[:2] == tuple(image_size) for shape in shapes):
-        raise ValueError(
-            f"image_size {image_size} resizes images while they are decoded, but the "
-            f"source holds arrays of {shapes}; resize them before"
-        )

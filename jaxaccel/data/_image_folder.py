@@ -29,6 +29,8 @@ class ImageFolderStore(Store):
     Args:
       root: The folder of the classes.
       options: How to read the images.
+      tolerant: Whether the first image may be damaged; the first one that is not
+        then says which size they have.
 
     Attributes:
       class_names: Name of each label.
@@ -41,7 +43,7 @@ class ImageFolderStore(Store):
         on, with the classes inside.
     """
 
-    def __init__(self, root: Path, options: OpenOptions):
+    def __init__(self, root: Path, options: OpenOptions, *, tolerant: bool = False):
         self._root, self._options = root.absolute(), options
         folders = sorted(_folders(self._root))
         files = [(file, i) for i, name in enumerate(folders) for file in
@@ -57,7 +59,7 @@ class ImageFolderStore(Store):
         self._files = [os.path.relpath(file, self._root) for file, _ in files]
         dtype = np.min_scalar_type(len(folders) - 1)
         self._labels = np.array([label for _, label in files], dtype)
-        super().__init__(self._chosen(dtype))
+        super().__init__(self._chosen(dtype, tolerant))
 
     def __len__(self) -> int:
         return len(self._files)
@@ -100,14 +102,9 @@ class ImageFolderStore(Store):
             f"data set rather than its classes; open one: {self._root / folders[0]}"
         )
 
-    def _chosen(self, dtype: np.dtype) -> dict[str, ColumnSpec]:
+    def _chosen(self, dtype: np.dtype, tolerant: bool) -> dict[str, ColumnSpec]:
         wanted, options = self._options.columns, self._options
-        path = self._root / self._files[0]
-        try:
-            shape = probe_image(path.read_bytes(), options.image_mode)
-        except ValueError as error:
-            reason = f"the image cannot be decoded: {error}"
-            raise DataCorruptionError(path, 0, 0, reason) from error
+        shape = self._probed(tolerant)
         shape = (*(options.image_size or shape[:2]), shape[2])
         found = {
             "image": ColumnSpec(shape, np.dtype(np.uint8)),
@@ -125,6 +122,20 @@ class ImageFolderStore(Store):
                 "change columns, or image_size and image_mode"
             )
         return found if wanted is None else {name: found[name] for name in wanted}
+
+    def _probed(self, tolerant: bool) -> tuple[int, int, int]:
+        first = None
+        for record, name in enumerate(self._files):
+            path = self._root / name
+            try:
+                return probe_image(path.read_bytes(), self._options.image_mode)
+            except ValueError as error:
+                reason = f"the image cannot be decoded: {error}"
+                first = first or DataCorruptionError(path, record, 0, reason)
+                if not tolerant:
+                    raise first from error
+        assert first is not None
+        raise first
 
 
 class _Contents(Sequence[bytes]):

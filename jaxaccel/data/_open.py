@@ -107,7 +107,7 @@ def open_store(
         Integers may be asked for in another width than the file's: a value that
         does not fit is an error when it is read.
       image_size: (height, width) that encoded images are resized to; without it,
-        all must have one size.
+        all must have one size. Arrays of another size are refused.
       image_mode: `"RGB"` or `"L"`, the channels of encoded images.
       checksums: Whether what has a checksum is compared with it when it is read.
       num_threads: Threads that decode images; None takes one a core, 8 at most.
@@ -139,7 +139,8 @@ def open_store(
     _check_options(options, format)
     if isinstance(source, Mapping):
         arrays = {name: _as_column(column) for name, column in source.items()}
-        return _npy.open_columns(arrays, columns, checksums=checksums)
+        store = _npy.open_columns(arrays, columns, checksums=checksums)
+        return _resized(store, image_size)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
             f"open_store takes a path or a mapping of columns, got "
@@ -264,11 +265,23 @@ def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
             stores.append(
                 cast_integers(known.open(path, options), options.columns, path)
             )
-        return stores[0] if len(stores) == 1 else ConcatStore(stores)
+        store = stores[0] if len(stores) == 1 else ConcatStore(stores)
+        return _resized(store, options.image_size)
     except BaseException:
         for store in stores:
             store.close()
         raise
+
+
+def _resized(store: Store, image_size: tuple[int, int] | None) -> Store:
+    shapes = [spec.shape for spec in store.spec.values()]
+    if image_size and not any(shape[:2] == tuple(image_size) for shape in shapes):
+        store.close()
+        raise ValueError(
+            f"image_size {image_size} resizes images while they are decoded, but the "
+            f"source holds arrays of {shapes}; resize them before"
+        )
+    return store
 
 
 def _resolve_folder(path: Path, chosen: Format | None) -> list[tuple[Path, Format]]:

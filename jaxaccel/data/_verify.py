@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxaccel.data import _open
+from jaxaccel.data import _image_folder, _open
 from jaxaccel.data._bar import Bar
 from jaxaccel.data._conversion import batch_rows
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import Format, OpenOptions
+from jaxaccel.data._image_folder import ImageFolderStore
 from jaxaccel.data._sidecar import (
     WITH_CHECKSUMS,
     Checksums,
@@ -68,8 +69,9 @@ def verify(
       image_mode: Likewise.
       num_threads: Likewise.
       write_index: Whether to write the missing sidecars.
-      all_errors: Whether to go on with the next file after damage, and to return
-        what was found instead of raising it.
+      all_errors: Whether to go on with the next file after damage (of a folder of
+        images: with the next image), and to return what was found instead of
+        raising it.
       progress: As in `convert`.
 
     Returns:
@@ -97,8 +99,8 @@ def verify(
     options = OpenOptions(
         _open.as_columns(columns), image_size, image_mode, True, num_threads
     )
-    found = _open.resolve(source, _open.FORMATS[format] if format else None)
-    parts = {path: (known, _files(path, known)) for path, known in found}
+    paths = _open.resolve(source, _open.FORMATS[format] if format else None)
+    parts = {path: (known, _files(path, known)) for path, known in paths}
     total = sum(_size(files) for _, files in parts.values())
     errors: list[DataCorruptionError] = []
     examples, done = 0, 0
@@ -113,7 +115,12 @@ def verify(
             compared |= {file: _compared_with(file, known) for file in files}
             try:
                 _check_sidecars(files)
-                examples += _read(path, known, options, show)
+                if all_errors and known is _image_folder.FORMAT:
+                    intact, found = _read_images(path, options, show)
+                    examples += intact
+                    errors += found
+                else:
+                    examples += _read(path, known, options, show)
                 if write_index and known.suffixes:
                     _write_missing(files)
             except DataCorruptionError as error:
@@ -160,6 +167,27 @@ def _read(
             count += len(next(iter(batch.values())))
             show(count / len(store))
     return count
+
+
+def _read_images(
+    path: Path, options: OpenOptions, show: Callable[[float], None]
+) -> tuple[int, list[DataCorruptionError]]:
+    errors: list[DataCorruptionError] = []
+    store = ImageFolderStore(path, options, tolerant=True)
+    size, length = batch_rows(store), len(store)
+    for start in range(0, length, size):
+        rows = np.arange(start, min(start + size, length))
+        try:
+            store.take(rows)
+        except DataCorruptionError:
+            # Which ones, and whether they are the only ones, is seen one by one.
+            for row in rows:
+                try:
+                    store.take([row])
+                except DataCorruptionError as error:
+                    errors.append(error)
+        show(int(rows[-1] + 1) / length)
+    return length - len(errors), errors
 
 
 def _write_missing(files: list[Path]) -> None:

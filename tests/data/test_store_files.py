@@ -7,7 +7,13 @@ import struct
 import numpy as np
 import pytest
 
-from jaxaccel.data import ArrayStore, DataCorruptionError, convert, open_store
+from jaxaccel.data import (
+    ArrayStore,
+    ColumnSpec,
+    DataCorruptionError,
+    convert,
+    open_store,
+)
 from jaxaccel.data._open import FORMATS
 
 IDX_CODES = {
@@ -238,3 +244,17 @@ def test_folders_of_several_formats_need_a_choice(tmp_path, files):
         np.testing.assert_array_equal(store.take(values)["x"], values)
     with pytest.raises(ValueError, match="no file of the format tar"):
         open_store(tmp_path, format="tar")
+
+
+@pytest.mark.parametrize("name", ["npy", "arrow", "parquet", "tfrecord", "mapping"])
+def test_arrays_are_not_resized(tmp_path, images, name):
+    arrays = {"image": images, "label": np.arange(7)}
+    label = {"label": ColumnSpec((), np.dtype(np.int64))}
+    if name != "mapping":
+        path = tmp_path / ("x" if name == "npy" else f"x.{name}")
+        convert(arrays, path, progress=False).close()
+    source = arrays if name == "mapping" else path
+    with pytest.raises(ValueError, match="image_size.*resize them before"):
+        open_store(source, image_size=(2, 2))  # type: ignore[call-overload]
+    open_store(source, image_size=(4, 3)).close()  # type: ignore[call-overload]
+    assert set(open_store(source, columns=label).spec) == {"label"}

@@ -4,6 +4,7 @@ import os
 import shutil
 
 import numpy as np
+import PIL.Image
 import pytest
 
 from jaxaccel.data import DataCorruptionError, convert, verify
@@ -151,3 +152,24 @@ def test_wrong_arguments_are_refused(tmp_path):
         check(tmp_path / "x")
     with pytest.raises(ValueError, match="one of"):
         check(tmp_path, format="hdf5")
+
+
+@pytest.mark.parametrize("damaged", [(0, 3), (1, 2), (0, 1, 2, 3)])
+def test_each_damaged_image_of_a_folder_is_found(tmp_path, rng, damaged):
+    paths = [tmp_path / name for name in ("a/0.png", "a/1.png", "b/0.png", "b/1.png")]
+    for number, path in enumerate(paths):
+        path.parent.mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        PIL.Image.fromarray(pixels).save(path)
+        if number in damaged:
+            path.write_bytes(path.read_bytes()[:20])
+    report = check(tmp_path, all_errors=True)
+    found = [(error.record, error.path) for error in report.errors]
+    if len(damaged) < 4:
+        assert found == [(number, str(paths[number])) for number in damaged]
+        assert report.examples == 4 - len(damaged)
+    else:
+        # No image says what size they should have.
+        assert found == [(0, str(paths[0]))] and report.examples == 0
+    with pytest.raises(DataCorruptionError, match=paths[damaged[0]].name):
+        check(tmp_path)
