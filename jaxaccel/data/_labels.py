@@ -1,7 +1,10 @@
 """Class numbers to targets, inside jit."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxaccel.data._checks import as_count
 from jaxaccel.data._images import as_share
@@ -18,7 +21,8 @@ def one_hot(
 
     $y_{ic} = (1 - s)\,[c = \ell_i] + s / C$ for $C$ classes. Labels travel in one or
     two bytes and are widened here. A label that is no class gives a row of NaN, so
-    that it cannot go unnoticed.
+    that it cannot go unnoticed. (64-bit ones that enter a jitted function as its
+    arguments are cut to 32 bits by jax before: keep labels narrow.)
 
     Args:
       labels: Integers of any shape and width, uint8 included.
@@ -45,13 +49,16 @@ def one_hot(
     """
     classes = as_count("num_classes", num_classes, 1)
     smoothing = as_share("smoothing", smoothing)
-    labels = jnp.asarray(labels)
+    labels = as_labels(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"labels must be class numbers of an integer dtype, got {labels.dtype}"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"targets need a floating dtype, got {dtype}")
+    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) and labels.dtype.itemsize > 2:
+        # What int32 cannot hold must not become a class.
+        labels = jnp.minimum(labels, jnp.array(2**31 - 1, labels.dtype))
     if not jnp.issubdtype(labels.dtype, jnp.signedinteger) or labels.dtype.itemsize < 4:
         # Narrow types could not hold num_classes.
         labels = labels.astype(jnp.int32)
@@ -62,3 +69,21 @@ def one_hot(
     targets = jnp.where(labels == numbers, 1 - smoothing + spread, spread)
     is_class = (labels >= 0) & (labels < classes)
     return jnp.where(is_class, targets, jnp.nan).astype(dtype)
+
+
+def as_labels(labels: Any) -> jax.Array:
+    """Brings labels to the device, wide ones of the host without changing classes.
+
+    Args:
+      labels: Numbers of any dtype.
+
+    Returns:
+      The labels; 64-bit integers as int32, -1 where that cannot hold them.
+    """
+    if isinstance(labels, (np.ndarray, np.generic, int)):
+        labels = np.asarray(labels)
+        if labels.dtype.kind in "iu" and labels.dtype.itemsize == 8:
+            # jax would keep the lower half of each number.
+            fits = (labels >= 0) & (labels < 2**31)
+            labels = np.where(fits, labels, -1).astype(np.int32)
+    return jnp.asarray(labels)

@@ -17,7 +17,7 @@ from jaxaccel.data._images import (
     replicate,
     take_examples,
 )
-from jaxaccel.data._labels import one_hot
+from jaxaccel.data._labels import as_labels, one_hot
 
 
 def mixup(
@@ -87,13 +87,11 @@ def mixup(
     key_pair, key_share, key_choice = jax.random.split(key, 3)
     partner = _partners(key_pair, len(images), batch.get("mask"))
     share = _shares(key_share, key_choice, len(images), alpha, p)
-    other = take_examples(images, partner).astype(jnp.float32)
-    weight = share[:, None, None, None]
-    mixed = weight * images.astype(jnp.float32) + (1 - weight) * other
+    mixed = _blend(images.astype(jnp.float32), partner, share)
     return {
         **batch,
         image: mixed.astype(images.dtype),
-        label: _blend_labels(targets, partner, share),
+        label: _blend(targets, partner, share),
     }
 
 
@@ -164,7 +162,7 @@ def cutmix(
     return {
         **batch,
         image: jnp.where(is_inside(boxes, images), other, images),
-        label: _blend_labels(targets, partner, kept),
+        label: _blend(targets, partner, kept),
     }
 
 
@@ -178,8 +176,14 @@ def _read(
                 f"the batch has no {name!r}; it holds {sorted(batch)}. Name the "
                 "columns with image= and label="
             )
-    images, labels = jnp.asarray(batch[image]), jnp.asarray(batch[label])
+    images, labels = jnp.asarray(batch[image]), as_labels(batch[label])
     check_images(images)
+    mask = batch.get("mask")
+    if mask is not None and jnp.shape(mask) != images.shape[:1]:
+        raise ValueError(
+            f"the batch's mask marks padding and must be (batch,), {images.shape[:1]}, "
+            f"got shape {jnp.shape(mask)}; give masks of pixels another name"
+        )
     classes = as_count("num_classes", num_classes, 1)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         if labels.shape != (len(images), classes):
@@ -243,8 +247,13 @@ def _cut_boxes(key: jax.Array, images: jax.Array, share: jax.Array) -> Boxes:
     return Boxes(top, left, height, width)
 
 
-def _blend_labels(
-    targets: jax.Array, partner: jax.Array, share: jax.Array
-) -> jax.Array:
-    other = take_examples(targets, partner)
-    return share[:, None] * targets + (1 - share[:, None]) * other
+def _blend(array: jax.Array, partner: jax.Array, share: jax.Array) -> jax.Array:
+    """What each example keeps of itself, and the rest of its partner."""
+    other = take_examples(array, partner)
+    # Padding is its own partner.
+    share = jnp.where(partner == jnp.arange(len(partner)), 1.0, share)
+    share = share.reshape(-1, *[1] * (array.ndim - 1))
+    mixed = share * array + (1 - share) * other
+    # Nothing of the other one: not a rounding error, nor 0 times its infinity.
+    mixed = jnp.where(share < 1, mixed, array)
+    return jnp.where(share > 0, mixed, other)

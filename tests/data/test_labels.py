@@ -34,6 +34,22 @@ def test_more_classes_than_the_dtype_counts():
     assert targets.sum(axis=-1).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_wide_labels_of_the_host(dtype):
+    labels = np.array([2**32, 3 * 2**32 + 2, 2**31, 1], dtype)
+    targets = np.asarray(one_hot(labels, 3))
+    assert np.isnan(targets[:3]).all() and targets[3].tolist() == [0, 1, 0]
+    assert np.isnan(one_hot(2**32, 3)).all() and np.isnan(one_hot(labels[0], 3)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint64, np.int64])
+def test_wide_labels_of_the_device(dtype):
+    labels = np.array([np.iinfo(dtype).max, np.iinfo(dtype).max // 2 + 3, 2], dtype)
+    with jax.enable_x64(True):
+        targets = one_hot(jnp.asarray(labels), 3)
+        assert np.isnan(targets[:2]).all() and targets[2].tolist() == [0, 0, 1]
+
+
 def test_any_shape_and_dtype():
     labels = np.arange(6, dtype=np.uint8).reshape(2, 3)
     targets = one_hot(labels, 6, dtype=jnp.bfloat16)

@@ -119,6 +119,32 @@ def test_padding_stays_and_is_nobodys_partner(mix, real):
         )
 
 
+@pytest.mark.parametrize("mix", [MIXUP, CUTMIX])
+def test_what_is_not_blended_is_not_touched(key, mix):
+    batch = marked(6)
+    batch["image"] = batch["image"].at[2].set(jnp.inf)
+    batch["label"] = batch["label"].astype(jnp.int32).at[4].set(-1)
+    mixed = mix(key, batch, num_classes=6, p=0.0)
+    np.testing.assert_array_equal(mixed["image"], batch["image"])
+    np.testing.assert_array_equal(mixed["label"], one_hot(batch["label"], 6))
+
+
+@pytest.mark.parametrize("mix", [mixup, cutmix])
+def test_padding_stays_to_the_last_bit_without_jit(rng, mix):
+    images = jnp.asarray(rng.standard_normal((32, 2, 2, 1)).astype(np.float32))
+    labels = jnp.asarray(rng.random((32, 3)).astype(np.float32))
+    batch = {"image": images, "label": labels, "mask": jnp.arange(32) < 3}
+    mixed = mix(jax.random.key(1), batch, num_classes=3, alpha=1.0)
+    np.testing.assert_array_equal(mixed["image"][3:], images[3:])
+    np.testing.assert_array_equal(mixed["label"][3:], labels[3:])
+
+
+def test_wide_labels_of_the_host_are_no_other_class(key):
+    image = jnp.zeros((2, 3, 3, 1), jnp.uint8)
+    batch = {"image": image, "label": np.array([2**32, 3 * 2**32 + 2])}
+    assert np.isnan(cutmix(key, batch, num_classes=3)["label"]).all()
+
+
 def test_one_after_the_other_and_smoothing(key):
     batch = marked(6)
     cut = CUTMIX(key, batch, num_classes=6, smoothing=0.3)
@@ -176,6 +202,12 @@ def test_it_is_differentiable_in_the_images(key):
         ),
         ({"label": jnp.zeros(3, int)}, {}, ValueError, r"\(2,\), got shape \(3,\)"),
         ({"label": jnp.zeros(2, bool)}, {}, TypeError, "integer dtype, got bool"),
+        (
+            {"mask": jnp.ones((2, 3, 3), bool)},
+            {},
+            ValueError,
+            r"mask marks padding and must be \(batch,\).*another name",
+        ),
         ({"image": jnp.zeros((2, 3, 3))}, {}, ValueError, r"got shape \(2, 3, 3\)"),
     ],
 )
