@@ -54,7 +54,7 @@ def unpack_bits(packed: jax.typing.ArrayLike, shape: Sequence[int]) -> jax.Array
       `(batch, *shape)`, bool.
 
     Raises:
-      TypeError: If `packed` is not uint8.
+      TypeError: If `packed` is not uint8, or `shape` no sequence of integers.
       ValueError: If it has not as many bytes as `shape` needs.
 
     Examples:
@@ -65,6 +65,8 @@ def unpack_bits(packed: jax.typing.ArrayLike, shape: Sequence[int]) -> jax.Array
       True
     """
     packed = jnp.asarray(packed)
+    if not isinstance(shape, Sequence):
+        raise TypeError(f"shape must be a tuple, such as (9,), got {shape!r}")
     shape = tuple(as_count("shape", size, 1) for size in shape)
     if packed.dtype != jnp.uint8:
         raise TypeError(f"packed masks must be uint8, got {packed.dtype}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxaccel.data._images import (
     Boxes,
-    as_range,
+    as_box_ranges,
     as_size,
     check_images,
     check_key,
@@ -71,12 +71,7 @@ def random_resized_crop(
     check_key(key)
     check_images(images)
     new_size = as_size("size", size)
-    scale = as_range("scale", scale, 0.0, 1.0)
-    ratio = as_range("ratio", ratio, 0.0, math.inf)
-    if not scale[0] or not ratio[0] or math.isinf(ratio[1]):
-        raise ValueError(
-            f"scale and ratio must be positive and finite, got {scale} and {ratio}"
-        )
+    scale, ratio = as_box_ranges(scale, ratio)
     key_box, key_flip = jax.random.split(key)
     boxes, found = draw_boxes(key_box, images, scale, ratio)
     centred = _centred(images.shape[1:3], ratio)

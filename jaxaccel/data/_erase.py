@@ -1,6 +1,5 @@
 """Erasing a rectangle of each image, inside jit."""
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -8,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxaccel.data._images import (
     Boxes,
+    as_box_ranges,
     as_fill,
-    as_range,
     as_share,
     as_size,
     check_images,
@@ -131,12 +130,7 @@ def random_erasing(
     check_key(key)
     check_images(images)
     p = as_share("p", p)
-    scale = as_range("scale", scale, 0.0, 1.0)
-    ratio = as_range("ratio", ratio, 0.0, math.inf)
-    if not scale[0] or not ratio[0] or math.isinf(ratio[1]):
-        raise ValueError(
-            f"scale and ratio must be positive and finite, got {scale} and {ratio}"
-        )
+    scale, ratio = as_box_ranges(scale, ratio)
     key_box, key_choice, key_noise = jax.random.split(key, 3)
     value = _noise(key_noise, images) if fill == "noise" else as_fill(fill, images)
     boxes, _ = draw_boxes(key_box, images, scale, ratio)

@@ -38,9 +38,11 @@ def check_images(images: Any, *, floating: bool = True) -> None:
       floating: Whether floats pass, besides uint8.
 
     Raises:
-      TypeError: If the dtype is another one.
+      TypeError: If they are no array, or the dtype is another one.
       ValueError: If the rank is not 4.
     """
+    if not isinstance(images, (jax.Array, np.ndarray)):
+        raise TypeError(f"images must be an array, got {type(images).__name__}")
     if images.ndim != 4:
         raise ValueError(
             f"images must be (batch, height, width, channels), got shape "
@@ -68,13 +70,39 @@ def as_range(
     name: str, value: Sequence[float], least: float, most: float
 ) -> tuple[float, float]:
     """Checks a pair `(low, high)` with `least <= low <= high <= most`."""
-    pair = tuple(float(x) for x in value)
-    if len(pair) != 2 or not least <= pair[0] <= pair[1] <= most:
+    pair = _as_pair(name, value)
+    if not least <= pair[0] <= pair[1] <= most:
         raise ValueError(
             f"{name} must be (low, high) with {least:g} <= low <= high <= {most:g}, "
             f"got {value}"
         )
-    return pair[0], pair[1]
+    return pair
+
+
+def as_box_ranges(
+    scale: Sequence[float], ratio: Sequence[float]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Checks the ranges that `draw_boxes` takes."""
+    scale, ratio = _as_pair("scale", scale), _as_pair("ratio", ratio)
+    if not 0 < scale[0] <= scale[1] <= 1:
+        raise ValueError(
+            f"scale must be (low, high) with 0 < low <= high <= 1, got {scale}"
+        )
+    if not 0 < ratio[0] <= ratio[1] < math.inf:
+        raise ValueError(
+            f"ratio must be (low, high) with 0 < low <= high, both finite, got {ratio}"
+        )
+    return scale, ratio
+
+
+def _as_pair(name: str, value: Any) -> tuple[float, float]:
+    try:
+        low, high = (float(x) for x in value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} must be two numbers, (low, high), got {value!r}"
+        ) from None
+    return low, high
 
 
 def as_size(name: str, value: Any) -> tuple[int, int]:
@@ -91,7 +119,13 @@ def as_size(name: str, value: Any) -> tuple[int, int]:
 
 def as_fill(fill: Any, images: jax.Array) -> jax.Array:
     """Checks what erased pixels become; returns it as `(1, 1, 1, channels or 1)`."""
-    value = np.asarray(fill, np.float64)
+    try:
+        value = np.asarray(fill, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"fill must be a number, one for each channel, or, in random_erasing, "
+            f"'noise', got {fill!r}"
+        ) from None
     if value.ndim > 1 or (value.ndim == 1 and value.size != images.shape[-1]):
         raise ValueError(
             f"fill must be a number or one for each of the {images.shape[-1]} "
