@@ -54,10 +54,10 @@ class IntegerStore(Store):
         self._store.close()
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return self._cast(self._store._read(rows), rows)
+        return self._cast(self._store._checked_read(rows), rows)
 
     def _scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
-        for i, batch in enumerate(self._store._scan(size)):
+        for i, batch in enumerate(self._store._checked_scan(size)):
             count = len(next(iter(batch.values())))
             yield self._cast(batch, np.arange(i * size, i * size + count))
 

@@ -123,7 +123,7 @@ class WindowStore(Store):
             return {name: gather(view, starts + n) for name, n in self._shifts.items()}
         # One read for both columns, which differ in their ends only.
         places = starts[:, None] + np.arange(self._length + len(self._shifts) - 1)
-        flat = self._source._read(places.ravel())[self._column]
+        flat = self._source._checked_read(places.ravel())[self._column]
         whole = flat.reshape(*places.shape, *flat.shape[1:])
         out = {
             name: aligned_empty((len(rows), *self.spec[name].shape), flat.dtype)
@@ -276,5 +276,5 @@ def fill_places(
     spec = source.spec[column]
     out = aligned_empty((*places.shape, *spec.shape), spec.dtype)
     out[~there] = 0
-    out[there] = source._read(places[there])[column]
+    out[there] = source._checked_read(places[there])[column]
     return out

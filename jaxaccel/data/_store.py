@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxaccel.data._checks import as_count
+from jaxaccel.data._fresh import checked_batch
 
 _SMALL = 1 << 14
 
@@ -31,7 +32,10 @@ class Store(abc.ABC):
     """Columns of equal length, in memory, in files or computed from other stores.
 
     `open_store` makes one of arrays and files; a store of your own defines
-    `__len__`, `fingerprint` and `_read`, and passes its columns to `__init__`.
+    `__len__`, `fingerprint` and `_read(rows)`, and passes its columns to `__init__`.
+    Rows are int64, one-dimensional and in range; what `_read` returns is compared
+    with the columns and copied, so it may be views of arrays that the store keeps.
+    Several threads may call it at once.
 
     Args:
       spec: `ColumnSpec` (shape of one example, dtype) by name.
@@ -57,6 +61,8 @@ class Store(abc.ABC):
     """
 
     class_names: tuple[str, ...] | None = None
+    # Whether a subclass is not of this package, so that it may return what it keeps.
+    _copies: bool
     # What the indices in a column stand for, where the file says so.
     _words: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({})
 
@@ -81,8 +87,16 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        # Rows are int64, one-dimensional and in range. The arrays are fresh.
+        # Rows are int64, one-dimensional and in range. In this package the arrays
+        # are fresh.
         ...
+
+    def __init_subclass__(cls, **options: Any):
+        super().__init_subclass__(**options)
+        cls._copies = not all(
+            method.__module__.startswith("jaxaccel.data.")
+            for method in (cls._read, cls._scan)
+        )
 
     def __repr__(self) -> str:
         columns = ", ".join(
@@ -122,7 +136,7 @@ class Store(abc.ABC):
           TypeError: If the indices are not integers.
           ValueError: If they are not one-dimensional.
         """
-        return self._read(_as_rows(indices, len(self)))
+        return self._checked_read(_as_rows(indices, len(self)))
 
     def scan(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Reads the whole store once, in order.
@@ -136,7 +150,24 @@ class Store(abc.ABC):
         Raises:
           ValueError: If `batch_size` is not positive.
         """
-        return self._scan(as_count("batch_size", batch_size, 1))
+        return self._checked_scan(as_count("batch_size", batch_size, 1))
+
+    def _checked_read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        # What stores that read from this one call.
+        return checked_batch(self, self._read(rows), len(rows), copy=self._copies)
+
+    def _checked_scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+        batches = iter(self._scan(size))
+        for start in range(0, len(self), size):
+            count = min(size, len(self) - start)
+            # A scan that ends early gives None, which is refused.
+            batch = next(batches, None)
+            yield checked_batch(self, batch, count, copy=self._copies)
+        if next(batches, None) is not None:
+            raise ValueError(
+                f"{type(self).__name__}._scan({size}) goes on after the store's "
+                f"{len(self)} examples; it must read each once"
+            )
 
     def _scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         # Formats that read faster in order override this.
@@ -160,7 +191,7 @@ class SliceStore(Store):
         return digest([self._store.fingerprint(), repr(self._rows)])
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return self._store._read(self._rows.start + self._rows.step * rows)
+        return self._store._checked_read(self._rows.start + self._rows.step * rows)
 
 
 class ConcatStore(Store):
@@ -219,7 +250,7 @@ class ConcatStore(Store):
 
     def _part(self, part: int, rows: np.ndarray) -> dict[str, np.ndarray]:
         start = int(self._ends[part]) - len(self._stores[part])
-        return self._stores[part]._read(rows - start)
+        return self._stores[part]._checked_read(rows - start)
 
 
 def _check_words(first: Store, number: int, store: Store) -> None:

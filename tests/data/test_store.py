@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxaccel.data import ArrayStore, open_store
+from jaxaccel.data import (
+    ArrayStore,
+    BatchPlan,
+    ColumnSpec,
+    ConcatStore,
+    Loader,
+    Store,
+    memory_cache,
+    open_store,
+)
 
 
 @hypothesis.given(
@@ -98,6 +107,104 @@ def test_bad_slices_and_scans():
         store[5:]
     with pytest.raises(ValueError, match="at least 1, got 0"):
         store.scan(0)
+
+
+class Own(Store):
+    """A user's store, which reads what it is told to."""
+
+    def __init__(self, read):
+        columns = {"x": ColumnSpec((2,), np.dtype(np.uint8))}
+        super().__init__({**columns, "y": ColumnSpec((), np.dtype(np.int32))})
+        self.read = read
+
+    def __len__(self):
+        return 8
+
+    def fingerprint(self):
+        return "own"
+
+    def _read(self, rows):
+        return self.read(rows)
+
+
+def sound(rows):
+    return {"x": np.ones((len(rows), 2), np.uint8), "y": np.arange(8, dtype="i4")[rows]}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda batch: None, TypeError, "dict of arrays, one row.*got NoneType"),
+        (lambda batch: {}, ValueError, r"columns \['x', 'y'\].*got \[\]; correct"),
+        (lambda batch: {**batch, "z": batch["y"]}, ValueError, "'x', 'y', 'z'"),
+        (lambda batch: {**batch, "y": [0] * 4}, TypeError, "'y'.*got list"),
+        (
+            lambda batch: {**batch, "y": np.ma.masked_equal(batch["y"], 1)},
+            TypeError,
+            "'y'.*got MaskedArray",
+        ),
+        (
+            lambda batch: {name: array[:1] for name, array in batch.items()},
+            ValueError,
+            r"'x' as uint8\[4, 2\].*got uint8\[1, 2\]",
+        ),
+        (
+            lambda batch: {**batch, "y": batch["y"].astype(np.int64)},
+            ValueError,
+            r"'y' as int32\[4\].*got int64\[4\]",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_a_users_store_reads_is_compared_with_its_columns(change, error, words):
+    own = Own(lambda rows: change(sound(rows)))
+    both = ConcatStore([Own(sound), own])
+    calls = [
+        lambda: own.take(np.arange(4)),
+        lambda: next(own.scan(4)),
+        lambda: own[2:].take(np.arange(4)),
+        lambda: both.take([0, 8, 9, 10, 11]),
+        lambda: memory_cache(own, max_bytes=1000).take(np.arange(4)),
+        lambda: next(Loader(own, BatchPlan(8, 4), prefetch=0)),
+    ]
+    for call in calls:
+        with pytest.raises(error, match=words):
+            call()
+
+
+def test_a_users_scan_must_cover_the_store():
+    class Scans(Own):
+        def _scan(self, size):
+            for i in range(count):
+                yield sound(np.arange(4) + 4 * (i % 2))
+
+    count = 1
+    with pytest.raises(TypeError, match="got NoneType"):
+        list(Scans(sound).scan(4))
+    count = 3
+    with pytest.raises(ValueError, match=r"_scan\(4\) goes on after the store's 8"):
+        list(Scans(sound).scan(4))
+    count = 2
+    assert [batch["y"].tolist() for batch in Scans(sound).scan(4)][1] == [4, 5, 6, 7]
+
+
+def test_batches_do_not_change_with_what_a_users_store_keeps():
+    kept = sound(np.arange(8))
+    views = Own(lambda rows: {name: array[: len(rows)] for name, array in kept.items()})
+    whole = Own(lambda rows: kept)
+    with Loader(views, BatchPlan(8, 4, epochs=1)) as loader:
+        batches = [
+            *loader,
+            *views.scan(4),
+            whole.take(np.arange(8)),
+            views[:3].take([0]),
+        ]
+    for array in kept.values():
+        array[:] = 77
+    for batch in batches:
+        assert not any((array == 77).any() for array in batch.values())
+        batch["x"][:] = 5
+    assert (kept["x"] == 77).all()
 
 
 # Without the annotations being executed, as users run the package.
