@@ -11,6 +11,7 @@ from jaxaccel.data import _open
 from jaxaccel.data._checks import as_count
 from jaxaccel.data._conversion import Target, batch_rows, row_bytes, write_store
 from jaxaccel.data._disk import size_text, writable
+from jaxaccel.data._partial import sweep
 from jaxaccel.data._store import Store, aligned_empty, digest, gather
 
 
@@ -61,6 +62,7 @@ def disk_cache(
         parts.append(store.class_names)
     entry = root / digest(parts)
     known = _open.FORMATS["npy"]
+    sweep(entry)
     if not entry.is_dir():
         needed = len(store) * row_bytes(store)
         if max_bytes is not None and needed > as_count("max_bytes", max_bytes, 0):

@@ -19,7 +19,7 @@ from jaxaccel.data._disk import is_full, require_space, size_text
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
 from jaxaccel.data._integers import IntegerStore
 from jaxaccel.data._npy import NpyWriter
-from jaxaccel.data._partial import Partial, locked
+from jaxaccel.data._partial import Partial, locked, remove
 from jaxaccel.data._sidecar import WITH_CHECKSUMS, sidecar_path, write_checksums
 from jaxaccel.data._store import ConcatStore, SliceStore, Store
 
@@ -228,11 +228,10 @@ class _Conversion:
     def probe(self) -> None:
         """Raises what the format has against the columns, before anything is done."""
         path = self._partial.folder / f"probe-{next(iter(self._parts))}"
+        # An earlier attempt may have been killed right here.
+        remove(path)
         self._create(path, len(self._store)).abort()
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
 
     def _create(self, path: Path, length: int) -> Any:
         assert self._known.create is not None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxaccel.data import _open
+from jaxaccel.data import _open, _remote
 from jaxaccel.data._checks import as_count
 from jaxaccel.data._conversion import (
     Target,
@@ -15,7 +15,7 @@ from jaxaccel.data._conversion import (
     write_store,
 )
 from jaxaccel.data._formats import PACKED, Format
-from jaxaccel.data._partial import partial_folder
+from jaxaccel.data._partial import partial_folder, sweep
 from jaxaccel.data._store import ColumnSpec, Store
 
 
@@ -90,13 +90,19 @@ def convert(
       >>> len(store), store.spec["image"].shape, [p.name for p in folder.iterdir()]
       (10, (8, 8, 3), ['train'])
     """
-    destination = Path(destination)
+    if _remote.is_remote(destination):
+        raise ValueError(
+            f"convert writes to a local disk, not to {destination}; convert to a path "
+            "and copy the files there with the tools of that storage"
+        )
+    destination = Path(destination).expanduser()
     known = _choose(format, destination)
     _check(known, destination, compression, shards)
     asked = {"columns": columns, "image_size": image_size, "num_threads": num_threads}
     asked["image_mode"] = None if image_mode == "RGB" else image_mode
     names = _names(destination, shards)
     finals = [destination.with_name(name) for name in names]
+    sweep(destination)
     if not partial_folder(destination).exists():
         refuse_existing(finals, overwrite)
     with _opened(source, asked) as store:
@@ -156,6 +162,11 @@ def _choose(format: str | None, destination: Path) -> Format:
 def _check(
     known: Format, destination: Path, compression: str | None, shards: int | None
 ) -> None:
+    if compression is not None and not known.compressions:
+        raise ValueError(
+            f"{known.name} is written without compression, got {compression!r}; leave "
+            "it out, or choose another format"
+        )
     if compression is not None and compression not in known.compressions:
         raise ValueError(
             f"compression of {known.name} must be None or one of "

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -74,12 +75,12 @@ class Partial:
         self._content["finished"][part] = self._crcs(part)
         self._content["staged"] = None
         self._save()
-        _remove(self.staging)
+        remove(self.staging)
 
     def remove_output(self, part: str) -> None:
         """Removes what an earlier attempt left of a part."""
         for path in self._files(part):
-            _remove(path)
+            remove(path)
 
     def publish(self, parts: list[str]) -> None:
         """Gives all parts their final names, replacing what had them."""
@@ -95,12 +96,15 @@ class Partial:
         # Under another name first: whoever comes now makes a folder of its own.
         old = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(4)}")
         os.rename(self.folder, old)
-        shutil.rmtree(old)
+        while old.exists():
+            # `sweep` in another process may remove the same files.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(old)
 
     def _begin(self) -> dict[str, Any]:
         for path in self.folder.iterdir():
             if path.name != "lock":
-                _remove(path)
+                remove(path)
         self.output.mkdir()
         nothing = {"finished": {}, "staged": None, "publishing": False}
         self._content = {"job": self._job, **nothing}
@@ -116,7 +120,7 @@ class Partial:
             if target.is_dir() or (source.is_dir() and target.exists()):
                 # A folder cannot be replaced at once.
                 old = self.folder / f"replaced-{part}"
-                _remove(old)
+                remove(old)
                 os.rename(target, old)
             os.replace(source, target)
         for path in self._files(part):
@@ -152,6 +156,23 @@ class Partial:
 def partial_folder(destination: Path) -> Path:
     """Where an unfinished destination is."""
     return destination.with_name(destination.name + _SUFFIX)
+
+
+def sweep(destination: Path) -> None:
+    """Removes folders that were given up by processes killed at that moment."""
+    name = re.escape(partial_folder(destination).name) + r"\.[0-9a-f]{8}"
+    for path in destination.parent.glob("*.partial.*"):
+        if re.fullmatch(name, path.name):
+            # They only take up room, perhaps where nothing may be removed.
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -199,10 +220,3 @@ def _acquire(folder: Path, destination: Path, wait: bool) -> BinaryIO | None:
         raise
     file.close()
     return None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

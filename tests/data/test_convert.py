@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,11 @@ from jaxaccel.data import (
     _bar,
     _conversion,
     convert,
+    disk_cache,
     open_store,
 )
 from jaxaccel.data._open import FORMATS
-from jaxaccel.data._partial import locked
+from jaxaccel.data._partial import Partial, locked
 
 N = 60
 WRITABLE = sorted(name for name, known in FORMATS.items() if known.create)
@@ -131,7 +133,7 @@ def test_a_store_that_ends_early_is_named(tmp_path, arrays):
         def _scan(self, size):
             yield self._read(np.arange(10))
 
-    with pytest.raises(ValueError, match=r"Short\(60 .* ended after 10"):
+    with pytest.raises(ValueError, match="Short must read .* got uint8.10"):
         go(Short(arrays), tmp_path / "x")
 
 
@@ -352,6 +354,58 @@ def test_publishing_goes_on_where_it_stopped(tmp_path, arrays, monkeypatch, move
     assert len(source.read) == N
 
 
+@pytest.mark.parametrize("name", ["x", "x.arrow"])
+def test_a_conversion_killed_while_it_probed_goes_on(
+    tmp_path, arrays, name, monkeypatch
+):
+    def kill(work):
+        # What it has made by then.
+        probe = work._partial.folder / f"probe-{name}"
+        probe.mkdir() if name == "x" else probe.write_bytes(b"ARROW1")
+        raise SystemExit
+
+    store, path = Decoded(arrays), tmp_path / name
+    with monkeypatch.context() as patch:
+        patch.setattr(_conversion._Conversion, "probe", kill)
+        patch.setattr(Partial, "discard", lambda self: None)
+        with pytest.raises(SystemExit):
+            convert(store, path, progress=False)
+    assert list(tmp_path.glob("x*.partial/probe-x*"))
+    check(convert(store, path, progress=False), arrays)
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+@pytest.mark.parametrize("again", ["convert", "overwrite", "cache"])
+def test_what_was_given_up_is_removed_later(tmp_path, arrays, again, monkeypatch):
+    def kill(path, remove=shutil.rmtree, **options):
+        if ".partial." in os.path.basename(path):
+            raise SystemExit
+        remove(path, **options)
+
+    store, path = Decoded(arrays), tmp_path / "x"
+    other = tmp_path / "xx.partial.0123abcd"
+    other.mkdir()
+
+    def make(**options):
+        if again == "cache":
+            disk_cache(store, tmp_path, progress=False).close()
+        else:
+            convert(store, path, progress=False, **options).close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", kill)
+        with pytest.raises(SystemExit):
+            make()
+    assert len(list(tmp_path.glob("*.partial.*"))) == 2
+    if again == "convert":
+        with pytest.raises(FileExistsError):
+            make()
+    else:
+        make(**({"overwrite": True} if again == "overwrite" else {}))
+    # That of another destination stays.
+    assert list(tmp_path.glob("*.partial*")) == [other]
+
+
 def test_two_conversions_to_one_destination_exclude_each_other(tmp_path, arrays):
     with locked(tmp_path / "x", wait=False):
         with pytest.raises(FileExistsError, match="another process"):
@@ -384,7 +438,8 @@ WRONG = {
     "packed shards": ({"shards": 2}, "x.tgz", ValueError, "leave .tgz out"),
     "contradiction": ({"format": "arrow"}, "x.parquet", ValueError, "contradict"),
     "compression": ({"compression": "brotli"}, "x.arrow", ValueError, "'brotli'"),
-    "npy compression": ({"compression": "zstd"}, "x", ValueError, "of npy must"),
+    "npy compression": ({"compression": "zstd"}, "x", ValueError, "leave it out"),
+    "address": ({}, "s3://bucket/x", ValueError, "a local disk, not to s3://bucket"),
     "npy suffix": ({}, "x.npy", ValueError, "leave the suffix out"),
     "npy shards": ({"shards": 2}, "x", ValueError, "no shards"),
     "no shards": ({"shards": 0}, "x.arrow", ValueError, "at least 1"),
@@ -400,7 +455,8 @@ def test_wrong_arguments_are_refused_before_any_work(tmp_path, arrays, case):
     options, name, kind, words = WRONG[case]
     source = Decoded(arrays)
     with pytest.raises(kind, match=words):
-        convert(source, tmp_path / name, progress=False, **options)
+        path = name if "://" in name else tmp_path / name
+        convert(source, path, progress=False, **options)
     assert not source.read and entries(tmp_path) == []
 
 
