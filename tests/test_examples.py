@@ -73,6 +73,16 @@ def check_read_any_format(out: str) -> None:
     assert 90 < float(re.findall(r"^test accuracy ([\d.]+)%$", out, re.M)[0]) < 100
 
 
+def check_resume(out: str) -> None:
+    first, killed, resumed, whole, bits = out.splitlines()
+    assert first == whole == "from step 0 on"
+    assert killed == "the process ended with code -9"
+    # Saved every ten steps, killed at 37: the last one may not be complete yet.
+    assert resumed in ("from step 20 on", "from step 30 on")
+    found = re.fullmatch(r"(\d+) bytes, the same bits: True", bits)
+    assert found and int(found[1]) > 3 * 4 * (64 * 32 + 32 * 10)
+
+
 # One entry an example: a new one fails until it says here what it prints.
 CHECKS = {
     "01_chain_a_transform": check_chain_a_transform,
@@ -81,6 +91,7 @@ CHECKS = {
     "04_linen_and_nnx": check_linen_and_nnx,
     "05_a_transform_of_your_own": check_a_transform_of_your_own,
     "06_read_any_format": check_read_any_format,
+    "07_resume": check_resume,
 }
 
 

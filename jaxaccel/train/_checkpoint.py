@@ -73,11 +73,10 @@ class Checkpoints:
       ...             state = fresh_state().replace(step=jnp.int32(step))
       ...             _ = checkpoints.save(state, metrics={"loss": abs(step - 19.0)})
       ...     with train.Checkpoints(folder) as checkpoints:
-      ...         print(checkpoints.steps, checkpoints.latest_step)
+      ...         steps = checkpoints.steps
       ...         state = checkpoints.restore(fresh_state(), step=20)
-      >>> print(state.step)
-      [20, 30, 40] 40
-      20
+      >>> print(steps, state.step)
+      [20, 30, 40] 20
     """
 
     def __init__(

@@ -22,7 +22,7 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path, kills, seed):
         env={**env, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=3000,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
