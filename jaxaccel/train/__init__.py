@@ -1,5 +1,6 @@
 """The training layer: a state, one jitted step, evaluation, meters and writers."""
 
+from jaxaccel.train._batch_size import BatchSize, find_batch_size
 from jaxaccel.train._checkpoint import Checkpoints
 from jaxaccel.train._compare import Comparison, compare
 from jaxaccel.train._compiles import CompileCounter, enable_compilation_cache
@@ -17,6 +18,7 @@ from jaxaccel.train._nnx import from_nnx
 from jaxaccel.train._precision import Precision
 from jaxaccel.train._progress import ProgressLine
 from jaxaccel.train._prometheus import PrometheusWriter
+from jaxaccel.train._range_test import RangeTest, learning_rate_range_test
 from jaxaccel.train._recompile_guard import Recompilation, RecompileGuard
 from jaxaccel.train._resources import ResourceMonitor
 from jaxaccel.train._run import run
@@ -30,6 +32,7 @@ from jaxaccel.train._wandb import WandbWriter
 from jaxaccel.train._writers import MetricBuffer, Writer, Writers
 
 __all__ = (
+    "BatchSize",
     "Checkpoints",
     "Comparison",
     "CompileCounter",
@@ -45,6 +48,7 @@ __all__ = (
     "ProgressLine",
     "PrometheusWriter",
     "Recompilation",
+    "RangeTest",
     "RecompileGuard",
     "ResourceMonitor",
     "SafeInterrupt",
@@ -63,9 +67,11 @@ __all__ = (
     "data_sheet_peak",
     "enable_compilation_cache",
     "evaluate",
+    "find_batch_size",
     "from_linen",
     "from_nnx",
     "fsdp",
+    "learning_rate_range_test",
     "make_eval_step",
     "make_train_step",
     "masked_mean",
