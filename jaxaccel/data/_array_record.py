@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._errors import DataCorruptionError, empty_file
 from jaxaccel.data._example_reader import ExampleReader
 from jaxaccel.data._example_writer import ExampleWriter
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
@@ -36,7 +36,7 @@ class ArrayRecordStore(Store):
         self._closed = False
         self._length = self._opened().num_records()
         if not self._length:
-            raise DataCorruptionError(path, None, 0, "the file holds no record")
+            raise empty_file(path)
         record = memoryview(self._records(np.zeros(1, np.int64))[0])
         self._examples = ExampleReader(path, record, 0, options)
         super().__init__(self._examples.spec)
@@ -113,7 +113,7 @@ class ArrayRecordStore(Store):
         reader = self._reader
         if reader is None:
             if not self._size:
-                raise DataCorruptionError(self._path, None, 0, "the file is empty")
+                raise empty_file(self._path)
             reader = _module().ArrayRecordReader(str(self._path), _OPTIONS)
             if not reader.ok():
                 # It says why only when it is closed.

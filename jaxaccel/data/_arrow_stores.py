@@ -17,7 +17,7 @@ from jaxaccel.data._arrow_buffers import (
     read_stretches,
 )
 from jaxaccel.data._arrow_columns import Column
-from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._errors import DataCorruptionError, empty_file
 from jaxaccel.data._formats import OpenOptions
 from jaxaccel.data._guards import DataWarning
 from jaxaccel.data._store import Store, aligned_empty, digest
@@ -244,7 +244,7 @@ def file_stamp(path: Path) -> Stamp:
     """Name, size and modification time of a file that is not empty."""
     status = path.stat()
     if not status.st_size:
-        raise DataCorruptionError(path, None, 0, "the file is empty")
+        raise empty_file(path)
     return path.name, status.st_size, status.st_mtime_ns
 
 

@@ -13,6 +13,7 @@ class DataCorruptionError(ValueError):
       offset: Byte offset in the file (in the decompressed content, where the
         message says so) at which the damage was noticed.
       reason: What was expected and what was found.
+      remedy: What to do, where fetching the file again may not help.
 
     Examples:
       >>> from jaxaccel.data import DataCorruptionError
@@ -27,18 +28,30 @@ file and fetch it again.
         record: int | None,
         offset: int,
         reason: str,
+        remedy: str = "Delete the file and fetch it again.",
     ):
-        # All four as `args`, so that the exception survives pickling.
-        super().__init__(os.fspath(path), record, offset, reason)
+        # All of them as `args`, so that the exception survives pickling.
+        super().__init__(os.fspath(path), record, offset, reason, remedy)
         self.path = os.fspath(path)
         self.record = record
         self.offset = offset
         self.reason = reason
+        self.remedy = remedy
 
     def __str__(self) -> str:
         where = f"byte offset {self.offset}"
         if self.record is not None:
             where = f"record {self.record}, {where}"
-        return (
-            f"{self.path}: {self.reason} ({where}). Delete the file and fetch it again."
-        )
+        return f"{self.path}: {self.reason} ({where}). {self.remedy}"
+
+
+def empty_file(path: str | os.PathLike[str]) -> DataCorruptionError:
+    """The error for a file of no bytes, or of no records."""
+    return DataCorruptionError(
+        path,
+        None,
+        0,
+        "the file is empty",
+        "Fetch it again; or leave it out, if it should be empty: a store needs at "
+        "least one example.",
+    )

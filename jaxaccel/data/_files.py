@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._errors import DataCorruptionError, empty_file
 
 _NPY_MAGIC = b"\x93NUMPY"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -57,7 +57,7 @@ def open_array(path: str | os.PathLike[str]) -> np.ndarray:
         if len(magic) >= 4 and magic[:2] == b"\0\0" and magic[2] in _IDX_DTYPES:
             return _open_idx(path, file)
     if not magic:
-        raise DataCorruptionError(path, None, 0, "the file is empty")
+        raise empty_file(path)
     reason = (
         f"not a .npy or IDX file: it starts with {magic!r}, expected {_NPY_MAGIC!r}, "
         "or two zero bytes and an IDX type code"

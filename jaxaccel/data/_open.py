@@ -1,10 +1,11 @@
 """open_store: one call for arrays, files, folders and sharded files."""
 
+import contextlib
 import dataclasses
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxaccel.data import (
     _tfrecord,
 )
 from jaxaccel.data._arrays import ArrayStore
-from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._errors import DataCorruptionError, empty_file
 from jaxaccel.data._files import is_idx
 from jaxaccel.data._formats import PACKED, Format, OpenOptions
 from jaxaccel.data._integers import cast_integers
@@ -89,8 +90,8 @@ def open_store(
     Args:
       source: One of
 
-        - a mapping from column name to an array or to the path of a `.npy` or
-          IDX file (`*-ubyte`, `*-ubyte.gz`; recognized by content);
+        - a mapping from column name to an array or to the path or address of a
+          `.npy` or IDX file (`*-ubyte`, `*-ubyte.gz`; recognized by content);
         - the path of one file; its format is recognized by content. A `.npy` file
           gives the column its own name (`image.npy`: `image`), an IDX file gives
           `image` where it has three axes or more, else `label`;
@@ -107,7 +108,9 @@ def open_store(
         Integers may be asked for in another width than the file's: a value that
         does not fit is an error when it is read.
       image_size: (height, width) that encoded images are resized to; without it,
-        all must have one size. Arrays of another size are refused.
+        all must have one size. A JPEG at least four times as large is shrunk while
+        it is decoded, which is faster; single pixels then differ from Pillow's
+        resize by up to 15 levels of 255. Arrays of another size are refused.
       image_mode: `"RGB"` or `"L"`, the channels of encoded images.
       checksums: Whether what has a checksum is compared with it when it is read.
       num_threads: Threads that decode images; None takes one a core, 8 at most.
@@ -138,7 +141,7 @@ def open_store(
     options = OpenOptions(columns, image_size, image_mode, checksums, num_threads)
     _check_options(options, format)
     if isinstance(source, Mapping):
-        arrays = {name: _as_column(column) for name, column in source.items()}
+        arrays = {name: _as_column(name, column) for name, column in source.items()}
         store = _npy.open_columns(arrays, columns, checksums=checksums)
         return _resized(store, image_size)
     if not isinstance(source, (str, os.PathLike)):
@@ -146,7 +149,8 @@ def open_store(
             f"open_store takes a path or a mapping of columns, got "
             f"{type(source).__name__}; name the columns: open_store({{'image': x}})"
         )
-    return open_all(resolve(source, FORMATS[format] if format else None), options)
+    with _located(source):
+        return open_all(resolve(source, FORMATS[format] if format else None), options)
 
 
 def resolve(
@@ -164,9 +168,9 @@ def resolve(
     if _remote.is_remote(source):
         paths = _remote.fetch(str(source))
     elif "*" in Path(source).name:
-        paths = shards(Path(source))
+        paths = shards(Path(source).expanduser())
     else:
-        paths = [Path(source)]
+        paths = [Path(source).expanduser()]
     if not paths[0].exists():
         raise FileNotFoundError(f"no data file or folder at {paths[0]}; check the path")
     if paths[0].is_dir():
@@ -199,7 +203,7 @@ def complete(files: list[Path]) -> list[Path]:
     found = {file: _SHARD.fullmatch(file.name) for file in files}
     matches = [match for match in found.values() if match]
     if not matches:
-        return sorted(files)
+        return sorted(files, key=_by_number)
     sets = {(m["stem"], m["count"], m["suffix"]) for m in matches}
     if len(sets) > 1 or len(matches) < len(files):
         names = ", ".join(sorted(file.name for file in files)[:6])
@@ -219,6 +223,12 @@ def complete(files: list[Path]) -> list[Path]:
     return [by_index[index] for index in range(count)]
 
 
+def _by_number(file: Path) -> list[tuple[int, str]]:
+    # x2 before x10.
+    parts = re.split(r"(\d+)", file.name)
+    return [(int(part) if part.isdecimal() else 0, part) for part in parts]
+
+
 def detect(path: Path) -> Format:
     """Returns the format of a file, by its content first, then by its name."""
     with path.open("rb") as file:
@@ -229,12 +239,12 @@ def detect(path: Path) -> Format:
     for known in FORMATS.values():
         if path.name.endswith(known.suffixes):
             if not head:
-                raise DataCorruptionError(path, None, 0, "the file is empty")
+                raise empty_file(path)
             return known
     if is_idx(path, head):
         return _npy.FORMAT
     if not head:
-        raise DataCorruptionError(path, None, 0, "the file is empty")
+        raise empty_file(path)
     suffixes = (s for known in FORMATS.values() for s in known.suffixes)
     raise ValueError(
         f"{path} is of no known format: it starts with {head[:8]!r}. Name the format "
@@ -262,6 +272,8 @@ def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
     stores: list[Store] = []
     try:
         for path, known in files:
+            if path.is_file():
+                _check_content(path, known)
             stores.append(
                 cast_integers(known.open(path, options), options.columns, path)
             )
@@ -271,6 +283,37 @@ def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
         for store in stores:
             store.close()
         raise
+
+
+@contextlib.contextmanager
+def _located(source: str | os.PathLike[str]) -> Iterator[None]:
+    # Of a remote file, the path in the cache alone says little.
+    try:
+        yield
+    except DataCorruptionError as error:
+        if not _remote.is_remote(source):
+            raise
+        reason = f"{error.reason}, as fetched from {source}"
+        raise DataCorruptionError(
+            error.path, error.record, error.offset, reason, error.remedy
+        ) from error
+    except ValueError as error:
+        if not _remote.is_remote(source) or str(source) in str(error):
+            raise
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _check_content(path: Path, chosen: Format) -> None:
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    if not head or chosen.recognizes(head):
+        return
+    for known in FORMATS.values():
+        if known.recognizes(head):
+            raise ValueError(
+                f"{path} is of the format {known.name}, as its content says, not "
+                f"{chosen.name}; pass format={known.name!r}, or leave it out"
+            )
 
 
 def _resized(store: Store, image_size: tuple[int, int] | None) -> Store:
@@ -318,10 +361,15 @@ def _is_companion(file: Path) -> bool:
     return file.name.endswith((".crc.npz", ".idx.npz"))
 
 
-def _as_column(column: Any) -> Any:
+def _as_column(name: str, column: Any) -> Any:
     if isinstance(column, jax.Array):
         return np.asarray(column)
-    return column
+    if isinstance(column, str) and _remote.is_remote(column):
+        files = _remote.fetch(column)
+        if len(files) != 1 or files[0].is_dir():
+            raise ValueError(f"column {name!r} must be one file, got {column}")
+        return files[0]
+    return Path(column).expanduser() if isinstance(column, (str, Path)) else column
 
 
 def _check_options(options: OpenOptions, format: str | None) -> None:

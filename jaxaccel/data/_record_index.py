@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxaccel.data._errors import DataCorruptionError
+from jaxaccel.data._errors import DataCorruptionError, empty_file
 
 _SUFFIX = ".idx.npz"
 _VERSION = 2
@@ -39,7 +39,7 @@ class MappedFile:
             status = os.fstat(file.fileno())
             self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
             if not self.size:
-                raise DataCorruptionError(path, None, 0, "the file is empty")
+                raise empty_file(path)
             mapping: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._data: np.ndarray | None = np.frombuffer(mapping, np.uint8)
 

@@ -60,7 +60,8 @@ def fetch(address: str) -> list[Path]:
       FileNotFoundError: If there is no such file.
       ImportError: If fsspec, or its part for the protocol, is not installed.
       OSError: If the server does not deliver.
-      ValueError: If the pattern does not say how many files there are.
+      ValueError: If the pattern does not say how many files there are, or the
+        server answers with a web page.
     """
     system = _filesystem(address)
     addresses, is_folder = _expand(system, address)
@@ -83,7 +84,22 @@ def fetch(address: str) -> list[Path]:
         _fetch_file(system, *each, stop)
 
     _all(work, missing)
-    return [paths[0].parent] if is_folder else paths
+    if is_folder:
+        return [paths[0].parent]
+    for remote, path in zip(remotes, paths, strict=True):
+        _refuse_page(remote.address, path)
+    return paths
+
+
+def _refuse_page(address: str, path: Path) -> None:
+    with path.open("rb") as file:
+        head = file.read(64).lstrip().lower()
+    if head.startswith((b"<!doctype html", b"<html")):
+        path.unlink(missing_ok=True)
+        raise ValueError(
+            f"{address} is a web page, not a data file; pass the address of a file (a "
+            "folder cannot be listed by a web server), without a login"
+        )
 
 
 def _folder(remotes: list["_Remote"]) -> Path:
@@ -340,7 +356,11 @@ def _explained(address: str) -> Iterator[None]:
         status = getattr(error, "status", None)
         kind = ConnectionError
         if isinstance(error, PermissionError) or status in (401, 403):
-            kind = PermissionError
+            message = "the server denies access"
+            if status:
+                message += f" (HTTP status {status})"
+            message += "; check the address, and whether it needs credentials"
+            raise PermissionError(errno.EACCES, message, address) from error
         elif isinstance(status, int) and 400 <= status < 500:
             kind = OSError
         what = f"HTTP status {status}" if status else f"{type(error).__name__}: {error}"

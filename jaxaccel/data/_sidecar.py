@@ -144,11 +144,9 @@ class Checksums:
             size, crcs = _parse(source, file)
         found = path.stat().st_size
         if found != size:
-            reason = (
-                f"{size} bytes when its checksums were written, found {found}; if it "
-                f"was changed on purpose, delete {source.name}"
-            )
-            raise DataCorruptionError(path, None, min(size, found), reason)
+            reason = f"{size} bytes when its checksums were written, found {found}"
+            at = min(size, found)
+            raise DataCorruptionError(path, None, at, reason, _remedy(source))
         return cls(path, size, crcs)
 
     def digest(self) -> int:
@@ -228,7 +226,15 @@ class Checksums:
             f"the {BLOCK // 1024} KiB from this offset differ from their checksum in "
             f"{sidecar_path(self.path).name}"
         )
-        return DataCorruptionError(self.path, record, block * BLOCK, reason)
+        remedy = _remedy(sidecar_path(self.path))
+        return DataCorruptionError(self.path, record, block * BLOCK, reason, remedy)
+
+
+def _remedy(sidecar: Path) -> str:
+    return (
+        f"Delete the file and fetch it again; or delete {sidecar.name}, if the file "
+        "was changed on purpose."
+    )
 
 
 def _digest(size: int, crcs: np.ndarray) -> int:

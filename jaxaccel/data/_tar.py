@@ -23,6 +23,10 @@ _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".tar.lz4")
 _MAGICS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 # No 64-bit integer needs more characters.
 _MOST_DIGITS = 24
+_NO_NUMBER = (
+    "Write the numbers of classes, not their names; if the file should hold numbers, "
+    "fetch it again."
+)
 
 
 class TarStore(Store):
@@ -100,8 +104,8 @@ class TarStore(Store):
             except ValueError:
                 value = None
             if value is None:
-                reason = f"{text!r} is no whole number"
-                raise DataCorruptionError(path, number, offset, reason)
+                reason = f"the label {text!r} is no whole number"
+                raise DataCorruptionError(path, number, offset, reason, _NO_NUMBER)
             if not info.min <= value <= info.max:
                 raise ValueError(
                     f"{path}: the label of record {number} (byte offset {offset}) is "

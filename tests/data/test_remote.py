@@ -335,3 +335,30 @@ def test_unknown_protocols_and_missing_packages_name_the_remedy(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     with pytest.raises(ImportError, match=r"jaxaccel\[remote\]"):
         open_store("https://x/y.npy")
+
+
+def test_a_column_at_an_address(server, image):
+    store = open_store({"x": f"{server.address}/image.npy", "y": np.arange(len(image))})
+    np.testing.assert_array_equal(store.take([1])["x"], image[[1]])
+
+
+def test_a_page_is_no_data_file(server):
+    server.files["z.parquet"] = b"\n<!DOCTYPE html><title>Log in</title>"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="z.parquet is a web page") as caught:
+            open_store(f"{server.address}/z.parquet")
+        assert server.address in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"PAR1 and no more", b"something else"])
+def test_errors_in_remote_files_name_the_address(server, content):
+    name = "z.parquet" if content.startswith(b"PAR1") else "z.xyz"
+    server.files[name] = content
+    with pytest.raises(ValueError, match=f"{server.address}/{name}"):
+        open_store(f"{server.address}/{name}")
+
+
+def test_refused_access_has_a_remedy(server, image):
+    server.status["image.npy"] = 403
+    with pytest.raises(PermissionError, match="HTTP status 403.*credentials"):
+        open_store(f"{server.address}/image.npy")

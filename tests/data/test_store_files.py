@@ -126,7 +126,7 @@ def test_damaged_idx_is_reported_with_its_place(write, images, damage):
     assert caught.value.offset == offset
     if record is not None:
         assert caught.value.record == record
-    assert "x-ubyte" in str(caught.value) and "fetch it again" in str(caught.value)
+    assert "x-ubyte" in str(caught.value) and "etch it again" in str(caught.value)
 
 
 GZIP_DAMAGE = {
@@ -258,3 +258,36 @@ def test_arrays_are_not_resized(tmp_path, images, name):
         open_store(source, image_size=(2, 2))  # type: ignore[call-overload]
     open_store(source, image_size=(4, 3)).close()  # type: ignore[call-overload]
     assert set(open_store(source, columns=label).spec) == {"label"}
+
+
+def test_a_remedy_of_its_own_survives_pickling():
+    error = DataCorruptionError("a.npy", None, 0, "too short", "Wait.")
+    assert str(pickle.loads(pickle.dumps(error))).endswith("(byte offset 0). Wait.")
+
+
+def test_sound_files_are_not_to_be_deleted(tmp_path, images):
+    convert({"x": images}, tmp_path / "v.parquet", progress=False).close()
+    with pytest.raises(ValueError, match="of the format parquet.*leave it out") as got:
+        open_store(tmp_path / "v.parquet", format="arrow")
+    assert "elete" not in str(got.value)
+    (tmp_path / "x-0.tfrecord").write_bytes(b"")
+    with pytest.raises(DataCorruptionError, match="is empty.*leave it out") as got:
+        open_store(tmp_path / "x-0.tfrecord")
+    assert "elete" not in str(got.value)
+    convert({"x": images}, tmp_path / "x", progress=False).close()
+    np.save(tmp_path / "x" / "x.npy", images + 1)
+    with pytest.raises(DataCorruptionError, match="or delete x.npy.crc.npz, if"):
+        open_store(tmp_path / "x").take([0])
+
+
+def test_unnumbered_shards_come_in_the_order_of_their_numbers(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for i in (0, 2, 10, 1):
+        values = {"x": np.array([i])}
+        convert(values, tmp_path / f"q{i}.arrow", progress=False).close()
+    for source in (tmp_path, tmp_path / "q*.arrow", "~", "~/q*.arrow"):
+        assert open_store(source).take(range(4))["x"].tolist() == [0, 1, 2, 10]
+    np.save(tmp_path / "y.npy", np.arange(3))
+    assert open_store({"y": "~/y.npy"}).take([2])["y"].tolist() == [2]
+    convert({"x": np.arange(2)}, "~/made.arrow", progress=False).close()
+    assert (tmp_path / "made.arrow").is_file()

@@ -435,3 +435,10 @@ def test_damaged_member(pack, name, content, first):
     path = pack(members if first else members[::-1])
     with pytest.raises((DataCorruptionError, ValueError), match="a.tar"):
         open_store(path).take([0, 1])
+
+
+def test_class_names_as_labels_are_no_reason_to_delete_the_file(pack):
+    with open_store(pack([("1.cls", b"cat")])) as store:
+        with pytest.raises(DataCorruptionError, match="'cat' is no.*numbers of") as got:
+            store.take([0])
+    assert "elete" not in str(got.value)
