@@ -136,6 +136,18 @@ def test_shrunk_jpeg_is_the_same_without_simplejpeg(photo, size, mode, monkeypat
     assert np.abs(fast.astype(int) - slow).mean() < 5
 
 
+@pytest.mark.parametrize("size", [30, 64, 100])
+def test_resized_jpeg_is_near_pillow_s_resize(rng, size):
+    # Noise of six pixels, coarser than the finest of a photograph.
+    noise = PIL.Image.fromarray(rng.integers(0, 256, (45, 45, 3), dtype=np.uint8))
+    blob = encode(noise.resize((270, 270), PIL.Image.Resampling.BICUBIC), quality=90)
+    found = run([blob], (size, size, 3), resize=True)[0].astype(int)
+    whole = PIL.Image.open(io.BytesIO(blob)).convert("RGB")
+    expected = whole.resize((size, size), PIL.Image.Resampling.BILINEAR)
+    difference = np.abs(found - np.asarray(expected))
+    assert difference.mean() < 2.5
+
+
 @pytest.mark.parametrize("threads", [1, 2, None])
 def test_many_images_in_threads(rng, threads):
     pixels = rng.integers(0, 256, (33, 6, 5, 3), dtype=np.uint8)
