@@ -11,7 +11,8 @@ from scipy import stats
 from jaxaccel.data import ArrayStore
 from jaxaccel.records import Record
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+ROOT = pathlib.Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 
 
 def _import(name):
@@ -404,3 +405,27 @@ def test_report_without_runs(tmp_path, capsys):
     assert study.main(arguments.split()) == 0
     assert "nothing to report" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+CARDS = {
+    "znorm": ["znorm", "znorm_unit"],
+    "gradient-centralization": ["centralize"],
+    "clipping": ["clip_by_global_norm"],
+    "adaptive-clipping": ["adaptive_grad_clip"],
+    "zclip": ["zclip"],
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_cards_show_what_the_records_hold(card):
+    text = (ROOT / "docs/methods" / f"{card}.md").read_text(encoding="utf-8")
+    records = [
+        Record.read(ROOT / "benchmarks/results" / f"transforms_study_{name}.json")
+        for name in CARDS[card]
+    ]
+    end = ": accuracy, points"
+    settings = [key[: -len(end)] for key in records[0].figures if key.endswith(end)]
+    assert len(settings) == 8
+    for setting in settings:
+        gains = [str(record.figures[setting + end]) for record in records]
+        assert f"| {setting} | {' | '.join(gains)} |" in text
