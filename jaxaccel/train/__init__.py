@@ -13,9 +13,12 @@ from jaxaccel.train._interrupt import SafeInterrupt
 from jaxaccel.train._jsonl import JsonLinesWriter, read_json_lines
 from jaxaccel.train._linen import from_linen
 from jaxaccel.train._many import stack_batches
+from jaxaccel.train._memory import Buffer, MemoryReport, memory_report
 from jaxaccel.train._meter import Meter, MeterReading
 from jaxaccel.train._nnx import from_nnx
+from jaxaccel.train._op_table import OpRow, OpTable, op_table
 from jaxaccel.train._precision import Precision
+from jaxaccel.train._profile import capture_range, profile
 from jaxaccel.train._progress import ProgressLine
 from jaxaccel.train._prometheus import PrometheusWriter
 from jaxaccel.train._range_test import RangeTest, learning_rate_range_test
@@ -33,6 +36,7 @@ from jaxaccel.train._writers import MetricBuffer, Writer, Writers
 
 __all__ = (
     "BatchSize",
+    "Buffer",
     "Checkpoints",
     "Comparison",
     "CompileCounter",
@@ -40,15 +44,18 @@ __all__ = (
     "EarlyStop",
     "JsonLinesWriter",
     "Layout",
+    "MemoryReport",
     "Meter",
     "MeterReading",
     "MetricBuffer",
+    "OpRow",
+    "OpTable",
     "Peak",
     "Precision",
     "ProgressLine",
     "PrometheusWriter",
-    "Recompilation",
     "RangeTest",
+    "Recompilation",
     "RecompileGuard",
     "ResourceMonitor",
     "SafeInterrupt",
@@ -58,6 +65,7 @@ __all__ = (
     "WandbWriter",
     "Writer",
     "Writers",
+    "capture_range",
     "check_finite",
     "classification_loss",
     "compare",
@@ -76,6 +84,9 @@ __all__ = (
     "make_train_step",
     "masked_mean",
     "measure_peak",
+    "memory_report",
+    "op_table",
+    "profile",
     "read_json_lines",
     "restore",
     "run",
