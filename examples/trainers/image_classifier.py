@@ -293,6 +293,7 @@ def train_once(
         len(training), args.batch_size, seed=args.seed, epochs=args.epochs
     )
     steps, steps_per_epoch = len(plan), plan.steps_per_epoch
+    log_every = min(LOG_EVERY, steps_per_epoch)
 
     model = ConvNet(
         training.spec["image"].shape,
@@ -323,29 +324,31 @@ def train_once(
         train.CompileCounter() as compiles,
         data.Loader(training, plan, transform=transform) as loader,
         data.to_device(loader) as batches,
-        train.MetricBuffer(writer, every=min(LOG_EVERY, steps_per_epoch)) as buffer,
+        train.MetricBuffer(writer, every=log_every) as buffer,
         train.ProgressLine(steps, run.name) as progress,
         train.Meter() as meter,
     ):
-        for number, batch in enumerate(meter.watch(batches), 1):
-            interrupt.check()
-            state, metrics = step(state, batch)
-            meter.update(metrics, examples=args.batch_size)
+        loop = train.run(
+            step,
+            state,
+            batches,
+            evaluate=lambda state: evaluate(eval_step, state, held_out),
+            evaluate_every=steps_per_epoch,
+            meter=meter,
+            buffer=buffer,
+            progress=progress,
+            interrupt=interrupt,
+        )
+        for number, state, metrics in loop:
             epoch_loss.append(metrics["loss"])
-            if buffer.append(number, metrics):
-                reading = meter.reading()
-                progress.update(number, reading, buffer.latest)
+            if writer is not None and number % log_every == 0:
+                log_step(writer, number, state, meter.reading(), schedule)
+            if (held_out_metrics := metrics.get("evaluation")) is not None:
+                losses.append(float(np.mean(jax.device_get(epoch_loss))))
+                epoch_loss.clear()
+                accuracies.append(held_out_metrics["accuracy"])
                 if writer is not None:
-                    log_step(writer, number, state, reading, schedule)
-            if number % steps_per_epoch == 0:
-                with meter.paused():
-                    losses.append(float(np.mean(jax.device_get(epoch_loss))))
-                    epoch_loss.clear()
-                    held_out_metrics = evaluate(eval_step, state, held_out)
-                    accuracies.append(held_out_metrics["accuracy"])
-                    if writer is not None:
-                        writer.scalars(number, {"held_out": held_out_metrics})
-                progress.update(number, meter.reading(), {"accuracy": accuracies[-1]})
+                    writer.scalars(number, {"held_out": held_out_metrics})
     return Result(
         run=run,
         bytes_per_epoch=batches.bytes_put // args.epochs,

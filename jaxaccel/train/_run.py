@@ -257,7 +257,7 @@ def _loop(
                 with watch.paused():
                     results = {k: float(x) for k, x in options.evaluate(state).items()}
                 evaluations.all.append(results)
-                watch.show(i, results)
+                watch.show(i, {f"evaluation/{k}": x for k, x in results.items()})
                 metrics = {**metrics, "evaluation": results}
 
             # `send` is answered at once; the loop's own `next` comes after it.

@@ -236,7 +236,7 @@ def test_meter_buffer_and_progress_get_every_step():
     assert list(written) == list(range(1, 13))
     assert [written[i]["loss"] for i in written] == [float(m["loss"]) for *_, m in rows]
     assert meter.reading().steps == 11 and meter.reading().examples == 22
-    assert "accuracy 0.500" in out.getvalue().splitlines()[-1]
+    assert ", evaluation/accuracy 0.500" in out.getvalue().splitlines()[-1]
 
 
 def test_a_description_alone_makes_a_progress_line(capsys):
