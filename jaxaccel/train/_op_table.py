@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -193,7 +194,11 @@ def op_table(trace: str | os.PathLike[str]) -> OpTable:
 
     path = _latest(pathlib.Path(trace))
     data = path.read_bytes()
-    steps, events = read_events(ProfileData.from_serialized_xspace(data))
+    with warnings.catch_warnings():
+        # Python 3.12 deprecates how jaxlib makes the types of ProfileData when they
+        # are first used; as an error, that warning would abort the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        steps, events = read_events(ProfileData.from_serialized_xspace(data))
     ops = [event for event in events if event.kind in ("op", "copy")]
     if not ops:
         raise ValueError(f"no program ran in the trace {os.fspath(path)!r}")
