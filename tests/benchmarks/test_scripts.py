@@ -97,3 +97,16 @@ def test_transfer_figure(tmp_path):
 def test_unusable_options(script, arguments, message):
     with pytest.raises(AssertionError, match=message):
         _run(script, *arguments.split())
+
+
+@pytest.mark.parametrize("part", ["peers", "starvation", "formats"])
+def test_input_pipeline(part, tmp_path):
+    arguments = f"--part {part} --rounds 2 --examples 300 --batch-size 8 --batches 2"
+    plot = tmp_path / "plot.png"
+    text = _run("input_pipeline.py", *arguments.split(), "--json", "--plot", plot)
+    record = Record.from_json(text[: text.rindex("}") + 1])
+    assert record.name.startswith(f"input_pipeline_{part}")
+    assert {len(values) for values in record.rounds.values()} == {2}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    if part != "starvation":
+        assert record.ratios and record.figures
