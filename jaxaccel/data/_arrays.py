@@ -31,6 +31,8 @@ class ArrayStore(Store):
       [8]
     """
 
+    _sampled = True
+
     def __init__(self, columns: Mapping[str, np.ndarray]):
         _check_columns(columns)
         self._columns = dict(columns)

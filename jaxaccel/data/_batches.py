@@ -116,14 +116,18 @@ def check_transformed(batch: object, extra_columns: Collection[str]) -> None:
       ValueError: If columns differ in length, or one is missing.
     """
     if not isinstance(batch, dict) or not batch:
-        raise TypeError(
-            f"transform must return a dict of arrays, got {type(batch).__name__}"
-        )
+        found = "an empty one" if batch == {} else type(batch).__name__
+        raise TypeError(f"transform must return a dict of arrays, got {found}")
     for name, array in batch.items():
         if not isinstance(array, np.ndarray) or array.ndim == 0:
             raise TypeError(
                 f"transform must return NumPy arrays with a leading batch axis, but "
                 f"column {name!r} is {type(array).__name__}"
+            )
+        if array.dtype.kind in "OSUMmT" or array.dtype.type is np.void:
+            raise TypeError(
+                f"transform must return numbers, but column {name!r} has dtype "
+                f"{array.dtype}; encode it as numbers, such as the row in a table"
             )
     lengths = {name: len(array) for name, array in batch.items()}
     if len(set(lengths.values())) > 1:

@@ -12,7 +12,7 @@ from jaxaccel.data._checks import as_count
 from jaxaccel.data._conversion import Target, batch_rows, row_bytes, write_store
 from jaxaccel.data._disk import size_text, writable
 from jaxaccel.data._partial import sweep
-from jaxaccel.data._store import Store, aligned_empty, digest, gather
+from jaxaccel.data._store import Store, aligned_empty, check_store, digest, gather
 
 
 def disk_cache(
@@ -43,6 +43,7 @@ def disk_cache(
 
     Raises:
       OSError: If the folder cannot be written, or the disk is too small.
+      TypeError: If it is no store.
       ValueError: If the entry would be larger than `max_bytes`.
 
     Examples:
@@ -55,6 +56,7 @@ def disk_cache(
       ...     cached.take([3, 1])["label"].tolist()
       [3, 1]
     """
+    check_store("disk_cache", store)
     root = data_root(folder) if folder is not None else data_root() / "stores"
     columns = {name: [str(s.dtype), s.shape] for name, s in store.spec.items()}
     parts = [store.fingerprint(), columns]
@@ -97,6 +99,7 @@ def memory_cache(store: Store, *, max_bytes: int) -> "MemoryCache":
       A store of the same examples. `held` says how many it keeps.
 
     Raises:
+      TypeError: If it is no store.
       ValueError: If not even one example fits.
 
     Examples:
@@ -109,6 +112,7 @@ def memory_cache(store: Store, *, max_bytes: int) -> "MemoryCache":
       >>> cached.held
       5
     """
+    check_store("memory_cache", store)
     return MemoryCache(store, as_count("max_bytes", max_bytes, 0))
 
 
@@ -119,6 +123,7 @@ class MemoryCache(Store):
         super().__init__(store.spec)
         self._store, self._max_bytes = store, max_bytes
         self.class_names, self._words = store.class_names, store._words
+        self._sampled = store._sampled
         self._start()
 
     def _start(self) -> None:
@@ -169,7 +174,7 @@ class MemoryCache(Store):
         if (slots >= 0).all():
             return {name: gather(kept, slots) for name, kept in self._kept.items()}
         missing = np.unique(rows[slots < 0])
-        fresh = self._store._read(missing)
+        fresh = self._store._checked_read(missing)
         self._keep(missing, fresh)
         held = slots >= 0
         if not held.any() and len(missing) == len(rows) and (missing == rows).all():

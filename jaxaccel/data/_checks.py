@@ -1,7 +1,9 @@
-"""The one check that many arguments share."""
+"""The checks that many arguments share."""
 
 import operator
 from typing import Any
+
+import numpy as np
 
 
 def as_count(name: str, value: Any, least: int) -> int:
@@ -28,3 +30,19 @@ def as_count(name: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
     return number
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """Checks that an argument is a boolean, Python's or NumPy's."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def check_transform(transform: object) -> None:
+    """Checks that a transform is a function, or None."""
+    if transform is not None and not callable(transform):
+        raise TypeError(
+            "transform must be a function (batch, rng) -> batch, got "
+            f"{type(transform).__name__}"
+        )

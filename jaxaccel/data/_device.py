@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxaccel.data._checks import as_count
 from jaxaccel.data._loader import Loader
 from jaxaccel.data._stats import LoaderStats
+from jaxaccel.data._store import Store
 
 
 def to_device(
@@ -48,7 +50,8 @@ def to_device(
     Raises:
       ValueError: If `depth` is negative; while iterating, if the sharding does not
         divide a batch.
-      TypeError: While iterating, if a batch is no dict of arrays, or jax would
+      TypeError: If `batches` is no iterable of batches, or `sharding` none; while
+        iterating, if a batch is no dict of arrays, or jax would
         silently narrow a column (64-bit types without `jax_enable_x64`).
 
     Examples:
@@ -61,6 +64,8 @@ def to_device(
       >>> shapes, batches.bytes_put
       ({(16, 8, 8, 1)}, 4096)
     """
+    _check_source(batches)
+    check_sharding(sharding)
     depth = as_count("depth", depth, 0)
     if copy is None:
         copy = not isinstance(batches, Loader)
@@ -278,12 +283,40 @@ def put_column(
     """
     if sharding is None:
         return jax.device_put(array)
+    check_rank(name, array.shape, sharding)
     try:
         if isinstance(array, jax.Array):
             return jax.device_put(array, sharding)
         return jax.make_array_from_process_local_data(sharding, array)
     except ValueError as error:
         raise layout_error(name, array.shape, sharding) from error
+
+
+def check_rank(
+    name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+) -> None:
+    """Checks that a column has the axes that a sharding names."""
+    # jax says this with an AssertionError or an IndexError.
+    if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
+        raise layout_error(name, shape, sharding)
+
+
+def check_sharding(sharding: object) -> None:
+    """Checks that an argument is a sharding, or None."""
+    if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+        raise TypeError(
+            "sharding must be a jax.sharding.Sharding or None, got "
+            f"{sharding!r}; for example NamedSharding(mesh, PartitionSpec('data')) or "
+            "SingleDeviceSharding(device)"
+        )
+
+
+def _check_source(batches: object) -> None:
+    if isinstance(batches, (Store, Mapping)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"to_device takes an iterable of batches, got {type(batches).__name__}; "
+            "pass Loader(store, plan), and one batch as [batch]"
+        )
 
 
 def layout_error(

@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxaccel.data._batches import BatchMaker, BatchTransform
+from jaxaccel.data._checks import check_transform
 from jaxaccel.data._loader import check_plan
 from jaxaccel.data._plan import Plan
 from jaxaccel.data._store import Store
@@ -34,6 +35,7 @@ def as_grain(
       The dataset. Its elements are dicts of NumPy arrays.
 
     Raises:
+      TypeError: If `transform` is no function.
       ValueError: If the plan is for another number of examples, or the store has a
         column that the plan adds.
 
@@ -49,6 +51,7 @@ def as_grain(
       [[1, 2], [3, 4], [5, 6]]
     """
     check_plan(len(store), store.spec, plan)
+    check_transform(transform)
     return _dataset_class()(BatchMaker(store, plan, transform))
 
 

@@ -40,6 +40,7 @@ class IntegerStore(Store):
         super().__init__(spec)
         self._store, self._path = store, path
         self.class_names, self._words = store.class_names, store._words
+        self._sampled = store._sampled
 
     def __len__(self) -> int:
         return len(self._store)

@@ -10,9 +10,9 @@ import numpy as np
 from jaxaccel.data import _guards
 from jaxaccel.data._ahead import Budget, Inline, Prefetch, Source
 from jaxaccel.data._batches import BatchMaker, BatchTransform, Made
-from jaxaccel.data._checks import as_count
-from jaxaccel.data._plan import Plan
-from jaxaccel.data._state import LoaderState, make_state, read_state
+from jaxaccel.data._checks import as_count, check_transform
+from jaxaccel.data._plan import BatchPlan, Plan
+from jaxaccel.data._state import LoaderState, make_state, read_state, sample_content
 from jaxaccel.data._stats import LoaderStats
 from jaxaccel.data._store import Store
 from jaxaccel.data._workers import Workers
@@ -59,9 +59,12 @@ class Loader:
       stats: What the loader has done so far, a `LoaderStats`.
 
     Raises:
+      DataCorruptionError: If one of 16 examples that a memory-mapped store is asked
+        for at once is damaged.
       RuntimeError: If worker processes would start in a process that is itself
         being started, as without the guard.
-      TypeError: If `store` is no `Store`, `plan` no `Plan`, or workers could not be
+      TypeError: If `store` is no `Store`, `plan` no `Plan`, `transform` no function,
+        or workers could not be
         sent what they need.
       ValueError: If the plan is for another number of examples, the store has a
         column that the plan adds, or a number is out of range.
@@ -96,11 +99,14 @@ class Loader:
     ):
         _check_kinds(store, plan)
         check_plan(len(store), store.spec, plan)
+        check_transform(transform)
         prefetch = as_count("prefetch", prefetch, 0)
         prefetch_bytes = as_count("prefetch_bytes", prefetch_bytes, 1)
         workers = as_count("workers", workers, 0)
         self.store, self.plan, self.transform = store, plan, transform
         self.stats = LoaderStats(workers)
+        # Now: saving a state must not fail because the data has been closed.
+        self._content = sample_content(store)
         self._step = 0
         self._running = self._closed = self._exhausted = False
         _guards.check_store(store, plan.local_batch_size, stacklevel=3)
@@ -178,9 +184,11 @@ class Loader:
 
         Returns:
           `{"step": n, "fingerprint": {...}}`, a JSON-able dict. `n` counts the
-          batches that were yielded, not those that were prefetched.
+          batches that were yielded, not those that were prefetched. The
+          fingerprint tells the plan, the columns and, where the store holds arrays
+          (also in files), a checksum `content` of whole numbers in 16 examples.
         """
-        return make_state(self._step, self.plan, self.store.spec)
+        return make_state(self._step, self.plan, self.store.spec, self._content)
 
     def set_state(self, state: Mapping[str, Any] | str | bytes) -> None:
         """Continues at the next batch that was not yet yielded.
@@ -188,14 +196,16 @@ class Loader:
         Args:
           state: What `get_state` returned, possibly through JSON, or that JSON
             itself. The number of epochs, of processes and of workers may have
-            changed since, nothing else.
+            changed since, nothing else. Other data of the same shape is refused
+            where both the state and the store have a `content`; data that was
+            changed on purpose needs the state without that entry.
 
         Raises:
           ValueError: If the state belongs to another plan or store, or the loader
             is closed.
         """
         self._require_open()
-        self._step = read_state(state, self.plan, self.store.spec)
+        self._step = read_state(state, self.plan, self.store.spec, self._content)
         self._running = False
 
     def close(self) -> None:
@@ -250,9 +260,12 @@ def check_plan(num_examples: int, columns: Collection[str], plan: Plan) -> None:
         with one that it adds.
     """
     if num_examples != plan.num_examples:
+        how = "for this store"
+        if isinstance(plan, BatchPlan):
+            how = "with BatchPlan(len(store), ...)"
         raise ValueError(
             f"the plan is for {plan.num_examples} examples, but the store holds "
-            f"{num_examples}; build it with BatchPlan(len(store), ...)"
+            f"{num_examples}; build it {how}"
         )
     for name in plan.extra_columns:
         if name in columns:

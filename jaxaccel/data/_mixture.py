@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxaccel.data._checks import as_count
+from jaxaccel.data._checks import as_count, as_flag
 from jaxaccel.data._permute import keys_for, permute
 from jaxaccel.data._sampling import DrawingPlan
 from jaxaccel.data._store import ConcatStore, Store
@@ -164,6 +164,7 @@ class MixturePlan(DrawingPlan):
                 f"a mixture needs one ratio for each part, got {len(self.ratios)} "
                 f"ratios for {len(sizes)} parts"
             )
+        self._set("shuffle", as_flag("shuffle", self.shuffle))
         turn = _turn(self.ratios)
         parts = _schedule(turn)
         given = np.empty(len(parts), np.int32)

@@ -165,6 +165,11 @@ def resolve(
     Returns:
       Each file, or the folder, of which a format makes one store.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"expected the path of a file or folder, got {type(source).__name__}; "
+            "arrays and stores have no files"
+        )
     if _remote.is_remote(source):
         paths = _remote.fetch(str(source))
     elif "*" in Path(source).name:
@@ -259,6 +264,11 @@ def as_columns(
     """Brings what users write as columns into one form."""
     if columns is None:
         return None
+    if not isinstance(columns, Mapping):
+        raise TypeError(
+            "columns maps names to what they hold, {'label': ColumnSpec(shape, "
+            f"dtype)}}, got {columns!r}"
+        )
     if not columns:
         raise ValueError("columns names no column; leave it out to read all")
     return {
@@ -378,9 +388,12 @@ def _check_options(options: OpenOptions, format: str | None) -> None:
     if options.image_mode not in ("RGB", "L"):
         raise ValueError(f"image_mode must be 'RGB' or 'L', got {options.image_mode!r}")
     for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
+        value: Any = getattr(options, field.name)
         if field.name == "image_size" and value is not None:
-            if len(value) != 2 or min(value) < 1:
+            positive = isinstance(value, (tuple, list)) and all(
+                isinstance(x, (int, np.integer)) and x >= 1 for x in value
+            )
+            if not positive or len(value) != 2:
                 raise ValueError(
                     f"image_size must be (height, width), both positive, got {value!r}"
                 )

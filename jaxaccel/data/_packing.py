@@ -127,6 +127,7 @@ class PackedStore(Store):
                 "positions": ColumnSpec((length,), self._position_type),
             }
         )
+        self._sampled = source._sampled
         self.efficiency = len(source) / (len(self) * length)
 
     def __len__(self) -> int:

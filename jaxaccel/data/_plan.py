@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxaccel.data import _permute
-from jaxaccel.data._checks import as_count
+from jaxaccel.data._checks import as_count, as_flag
 
 REMAINDERS = ("drop", "pad")
 
@@ -242,7 +242,7 @@ class BatchPlan(Plan):
       process_count: Number of processes.
 
     Raises:
-      TypeError: If a number is not an integer.
+      TypeError: If a number is not an integer, or `shuffle` no boolean.
       ValueError: If a value is out of range, the batch is larger than the data,
         or the processes cannot share it evenly.
 
@@ -276,6 +276,7 @@ class BatchPlan(Plan):
                 f"batch_size {self.batch_size} is larger than the {self.num_examples} "
                 f"examples; use a batch_size of {self.num_examples} or less"
             )
+        self._set("shuffle", as_flag("shuffle", self.shuffle))
         # Pairs (epoch, permutation), replaced as a whole: two threads can at
         # worst compute the same permutation twice.
         self._set("_recent", ())

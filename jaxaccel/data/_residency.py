@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccel.data._device import check_column, layout_error
+from jaxaccel.data._device import check_column, check_rank, layout_error
 from jaxaccel.data._store import Store
 
 # Where the device does not tell its memory, as the CPU does not.
@@ -101,6 +101,7 @@ def _shards(
 ) -> list[_Shard]:
     if sharding is None:
         return [_Shard(None, (slice(None),) * len(shape), shape, dtype)]
+    check_rank(name, shape, sharding)
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
@@ -169,7 +170,7 @@ def _bytes_on_a_device(
     if sharding is not None:
         try:
             shape = sharding.shard_shape(shape)
-        except ValueError:
+        except (ValueError, IndexError):
             # Placing it will fail, too, with the column's name.
             pass
     return math.prod(shape) * dtype.itemsize

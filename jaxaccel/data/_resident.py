@@ -11,14 +11,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxaccel.data._device import (
     DeviceBatches,
     check_batch,
+    check_sharding,
     put_column,
     to_device,
 )
 from jaxaccel.data._loader import check_plan
 from jaxaccel.data._plan import Plan
 from jaxaccel.data._residency import check_memory, load_columns
-from jaxaccel.data._state import make_state, read_state
-from jaxaccel.data._store import ColumnSpec, Store
+from jaxaccel.data._state import make_state, read_state, sample_content
+from jaxaccel.data._store import ColumnSpec, Store, check_store
 
 # Marks the columns that a plan adds, among the rows of a step.
 _EXTRA = "extra_"
@@ -44,7 +45,8 @@ class DeviceDataset:
       columns: Device array of each column, `(examples, ...)`.
 
     Raises:
-      TypeError: If jax would silently narrow a column.
+      TypeError: If it is no store, the sharding none, or jax would silently narrow a
+        column.
       ValueError: If the data is larger than the limit, or the sharding does not
         divide it.
 
@@ -69,6 +71,8 @@ class DeviceDataset:
         max_fraction: float = 0.5,
         max_bytes: int | None = None,
     ):
+        check_store("DeviceDataset", store)
+        check_sharding(sharding)
         if not 0 < max_fraction <= 1:
             raise ValueError(
                 f"max_fraction must be in (0, 1], got {max_fraction}; 0.5 leaves half "
@@ -81,6 +85,7 @@ class DeviceDataset:
             )
         check_memory(store, sharding, max_fraction, max_bytes)
         self.num_examples = len(store)
+        self._content = sample_content(store)
         self.columns: dict[str, Any] = load_columns(store, sharding)
 
     def __len__(self) -> int:
@@ -183,6 +188,7 @@ class DeviceDataset:
           ValueError: If there is no step, or the plan is for another number of
             examples.
         """
+        check_sharding(sharding)
         check_plan(len(self), self.spec, plan)
         steps = range(plan.steps_per_epoch) if steps is None else steps
         if not isinstance(steps, range):
@@ -234,6 +240,8 @@ class DeviceDataset:
         """Rebuilds the data set, without the checks of a new one."""
         dataset = object.__new__(cls)
         names, dataset.num_examples = aux
+        # Not among the static parts: other data must not compile anew.
+        dataset._content = None
         dataset.columns = dict(zip(names, leaves, strict=True))
         return dataset
 
@@ -291,6 +299,7 @@ class _Indices:
     def __init__(self, dataset: DeviceDataset, plan: Plan):
         check_plan(len(dataset), dataset.spec, plan)
         self._plan, self._spec, self._step = plan, dataset.spec, 0
+        self._content = dataset._content
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return self
@@ -306,10 +315,10 @@ class _Indices:
         return len(self._plan)
 
     def get_state(self) -> dict[str, Any]:
-        return make_state(self._step, self._plan, self._spec)
+        return make_state(self._step, self._plan, self._spec, self._content)
 
     def set_state(self, state: Mapping[str, Any] | str | bytes) -> None:
-        self._step = read_state(state, self._plan, self._spec)
+        self._step = read_state(state, self._plan, self._spec, self._content)
 
 
 def _host_rows(plan: Plan, step: int) -> dict[str, np.ndarray]:

@@ -233,9 +233,11 @@ def _checked_weights(weights: np.ndarray) -> np.ndarray:
             f"weights must be finite and not negative, but weights[{bad[0]}] is "
             f"{array[bad[0]]}; use 0 for examples that shall not be drawn"
         )
-    if not 0 < array.sum() < np.inf:
+    with np.errstate(over="ignore"):
+        total = array.sum()
+    if not 0 < total < np.inf:
         raise ValueError(
-            f"weights must have a positive finite sum, got {array.sum()}; scale them "
+            f"weights must have a positive finite sum, got {total}; scale them "
             "so that their mean is about 1"
         )
     array.flags.writeable = False

@@ -93,6 +93,7 @@ class WindowStore(Store):
         if pad:
             spec[f"{name}_mask"] = ColumnSpec((length,), np.dtype(bool))
         super().__init__(spec)
+        self._sampled = source._sampled
 
     def __len__(self) -> int:
         over = self._usable - self._length
@@ -262,7 +263,9 @@ def as_source(tokens: np.ndarray | Store) -> Store:
 
 
 def check_names(names: list[str]) -> None:
-    """Checks that a column's name, which comes first, is not taken."""
+    """Checks a column's name, which comes first, beside those of the others."""
+    if not isinstance(names[0], str) or not names[0]:
+        raise ValueError(f"name must be a non-empty string, got {names[0]!r}")
     if len(set(names)) < len(names):
         raise ValueError(
             f"name must differ from the other columns, got {names}; choose another"

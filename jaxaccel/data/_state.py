@@ -1,11 +1,18 @@
 """The state of a run over a store: small, JSON-able, and checked when restored."""
 
 import json
+import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxaccel.data._plan import Plan
-from jaxaccel.data._store import ColumnSpec
+from jaxaccel.data._store import ColumnSpec, Store
+
+_SAMPLE = 16
+_SAMPLE_BYTES = 16 << 20
 
 
 class LoaderState(dict[str, Any]):
@@ -17,13 +24,40 @@ class LoaderState(dict[str, Any]):
         return json.dumps(self, indent=2)
 
 
-def make_state(step: int, plan: Plan, spec: Mapping[str, ColumnSpec]) -> LoaderState:
+def sample_content(store: Store) -> int | None:
+    """Computes a checksum of a few examples, which other data does not have.
+
+    Args:
+      store: The store.
+
+    Returns:
+      The CRC-32 of the whole numbers and booleans in 16 examples, fewer where they
+      are large. It is the same on every machine; None for stores that decode, or
+      hold floats alone, whose last bits may differ.
+    """
+    spec = {name: c for name, c in store.spec.items() if c.dtype.kind in "biu"}
+    if not store._sampled or not spec:
+        return None
+    size = sum(c.dtype.itemsize * math.prod(c.shape) for c in store.spec.values())
+    count = max(1, min(_SAMPLE, _SAMPLE_BYTES // max(size, 1)))
+    rows = np.unique(np.linspace(0, len(store) - 1, count).astype(np.int64))
+    batch, checksum = store.take(rows), 0
+    for name in sorted(spec):
+        little = batch[name].astype(batch[name].dtype.newbyteorder("<"), copy=False)
+        checksum = zlib.crc32(np.ascontiguousarray(little).data, checksum)
+    return checksum
+
+
+def make_state(
+    step: int, plan: Plan, spec: Mapping[str, ColumnSpec], content: int | None = None
+) -> LoaderState:
     """Describes a position so that it can be restored, and refused elsewhere.
 
     Args:
       step: Batches yielded so far.
       plan: The plan they followed.
       spec: The store's columns.
+      content: What `sample_content` returned.
 
     Returns:
       A dict of integers, strings, booleans and dicts. What may change between
@@ -34,6 +68,8 @@ def make_state(step: int, plan: Plan, spec: Mapping[str, ColumnSpec]) -> LoaderS
     fingerprint["columns"] = {
         name: f"{column.dtype}{list(column.shape)}" for name, column in spec.items()
     }
+    if content is not None:
+        fingerprint["content"] = content
     return LoaderState(step=step, fingerprint=fingerprint)
 
 
@@ -41,6 +77,7 @@ def read_state(
     state: Mapping[str, Any] | str | bytes,
     plan: Plan,
     spec: Mapping[str, ColumnSpec],
+    content: int | None = None,
 ) -> int:
     """Checks a state against a plan and a store.
 
@@ -48,6 +85,7 @@ def read_state(
       state: What `make_state` returned, possibly through JSON, or that JSON itself.
       plan: The plan to continue with.
       spec: The columns of the store to continue with.
+      content: What `sample_content` returned of it; compared where both have one.
 
     Returns:
       The step to continue at.
@@ -66,7 +104,10 @@ def read_state(
     step, theirs = state["step"], state["fingerprint"]
     if not isinstance(theirs, Mapping):
         raise ValueError(f"the state's fingerprint must be a dict, got {theirs!r}")
-    ours = make_state(0, plan, spec)["fingerprint"]
+    ours = make_state(0, plan, spec, content)["fingerprint"]
+    if "content" not in ours.keys() & theirs.keys():
+        theirs = {name: x for name, x in theirs.items() if name != "content"}
+        ours.pop("content", None)
     differing = [
         f"{name}: saved {theirs.get(name)!r}, now {ours.get(name)!r}"
         for name in sorted(ours | dict(theirs))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxaccel.data._store import Store
+from jaxaccel.data._store import Store, check_store
 
 
 def mean_and_std(
@@ -22,7 +22,7 @@ def mean_and_std(
       Mean and standard deviation of each channel, on the scale 0 to 1.
 
     Raises:
-      TypeError: If the column is not uint8.
+      TypeError: If it is no store, or the column is not uint8.
       ValueError: If there is no such column, or its examples have no channels.
 
     Examples:
@@ -32,6 +32,7 @@ def mean_and_std(
       >>> mean_and_std(ArrayStore({"image": pixels}))
       ((0.5,), (0.5,))
     """
+    check_store("mean_and_std", store)
     if column not in store.spec:
         raise ValueError(f"the store has no column {column!r}; it has {[*store.spec]}")
     shape, dtype = store.spec[column]

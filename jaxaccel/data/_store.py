@@ -64,7 +64,9 @@ class Store(abc.ABC):
     # Whether a subclass is not of this package, so that it may return what it keeps.
     _copies: bool
     # What the indices in a column stand for, where the file says so.
-    _words: Mapping[str, tuple[str | None, ...]] = types.MappingProxyType({})
+    _words: Mapping[str, tuple[str | None, ...]] = {}
+    # Whether reading a few rows is cheap, and gives the same bytes on any machine.
+    _sampled = False
 
     def __init__(self, spec: Mapping[str, ColumnSpec]):
         # A plain dict, because stores are pickled and a read-only view cannot be.
@@ -182,6 +184,7 @@ class SliceStore(Store):
         super().__init__(store.spec)
         self._store, self._rows = store, rows
         self.class_names, self._words = store.class_names, store._words
+        self._sampled = store._sampled
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -217,6 +220,7 @@ class ConcatStore(Store):
             _check_words(stores[0], number, store)
         super().__init__(stores[0].spec)
         self._stores, self._words = tuple(stores), stores[0]._words
+        self._sampled = all(store._sampled for store in stores)
         if len({store.class_names for store in stores}) == 1:
             self.class_names = stores[0].class_names
         self._ends = np.cumsum([len(store) for store in stores])
@@ -274,6 +278,15 @@ def _shortened(words: Sequence[str | None] | None) -> str:
     if words is None or len(words) <= 8:
         return repr(words and list(words))
     return f"{list(words[:8])} and {len(words) - 8} more"
+
+
+def check_store(caller: str, store: object) -> None:
+    """Checks that an argument is a store, for a function of the given name."""
+    if not isinstance(store, Store):
+        raise TypeError(
+            f"{caller} takes a Store, got {type(store).__name__}; open_store makes one "
+            "of arrays and files"
+        )
 
 
 def slice_range(rows: object, length: int) -> range:

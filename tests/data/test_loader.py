@@ -9,10 +9,20 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from jaxaccel.data import ArrayStore, BatchPlan, Loader, StreamPlan
+from jaxaccel.data import (
+    ArrayStore,
+    BatchPlan,
+    ConcatStore,
+    DeviceDataset,
+    Loader,
+    StreamPlan,
+    memory_cache,
+    open_store,
+)
 
 
 def make_store(n=12):
@@ -214,6 +224,47 @@ def test_a_state_of_another_store_or_past_the_end_is_refused():
     with Loader(other, plan) as loader:
         with pytest.raises(ValueError, match=r"uint8\[2, 2, 1\].*uint8\[2, 3, 1\]"):
             loader.set_state(state)
+
+
+def test_a_state_of_other_data_of_the_same_shape_is_refused(tmp_path):
+    plan = BatchPlan(12, 4, epochs=1)
+    whole = {"image": np.arange(12 * 4).reshape(12, 4).astype(np.uint8)}
+    arrays = {**whole, "x": np.linspace(0, 1, 12)}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    store = ArrayStore(arrays)
+    with Loader(store, plan) as loader:
+        state = json.loads(json.dumps(loader.get_state()))
+    # The last bits of floats may differ between machines.
+    floats = ArrayStore({**whole, "x": arrays["x"] + 1e-16})
+    concat = ConcatStore([store[:5], store[5:]])
+    same = [open_store(tmp_path), floats, memory_cache(store, max_bytes=10**4), concat]
+    for one in same:
+        with Loader(one, plan) as loader:
+            loader.set_state(state)
+    other = ArrayStore({**arrays, "image": 1 + whole["image"]})
+    with Loader(other, plan) as loader:
+        with pytest.raises(ValueError, match="content: saved [0-9]+, now [0-9]+"):
+            loader.set_state(state)
+        del state["fingerprint"]["content"]
+        loader.set_state(state)
+
+
+def test_resident_data_and_loader_agree_on_the_content():
+    plan, store = BatchPlan(12, 4, epochs=1), make_store()
+    other = ArrayStore({name: 1 + x for name, x in store.columns.items()})
+    with Loader(store, plan) as loader:
+        state = loader.get_state()
+        with DeviceDataset(store).batches(plan) as batches:
+            assert batches.get_state() == state
+        with DeviceDataset(other).batches(plan) as batches:
+            with pytest.raises(ValueError, match="content: saved"):
+                batches.set_state(state)
+        # Rebuilt, as by a transformation, it does not know any more.
+        rebuilt = jax.tree.map(lambda x: x, DeviceDataset(store))
+        with rebuilt.batches(plan) as batches:
+            batches.set_state(state)
+            loader.set_state(batches.get_state())
 
 
 def test_bad_arguments():
