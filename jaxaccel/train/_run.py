@@ -2,20 +2,23 @@
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxaccel.train._checkpoint import Checkpoints
-from jaxaccel.train._checkpoint_parts import check_position, part_state
 from jaxaccel.train._interrupt import SafeInterrupt
 from jaxaccel.train._meter import Meter
 from jaxaccel.train._progress import ProgressLine
-from jaxaccel.train._trees import PyTree, describe_tree, differences
+from jaxaccel.train._run_checks import (
+    check_edit,
+    check_loss,
+    check_start,
+    total_steps,
+)
+from jaxaccel.train._trees import PyTree
 from jaxaccel.train._watch import Watch, stacked_steps
 from jaxaccel.train._writers import MetricBuffer
 
@@ -150,8 +153,8 @@ def run(
         time_budget,
         check_first_loss,
     )
-    total = _total(until, batches) if isinstance(progress, str) else until
-    _check_start(state, batches, checkpoints)
+    total = total_steps(until, batches) if isinstance(progress, str) else until
+    check_start(state, batches, checkpoints)
 
     def watch(stack: contextlib.ExitStack) -> Watch:
         return Watch(stack, meter, buffer, progress, total)
@@ -249,7 +252,7 @@ def _loop(
             state, metrics = step(state, batch)
             before, i = i, i + (stacked_steps(metrics) or 1)
             if first and options.check_first_loss:
-                _check_loss(i, metrics)
+                check_loss(i, metrics)
             first = False
             watch.update(i, metrics, batch)
             results = {}
@@ -263,7 +266,7 @@ def _loop(
             # `send` is answered at once; the loop's own `next` comes after it.
             edited = yield i, state, metrics
             while edited is not None:
-                _check_edit(state, edited)
+                check_edit(state, edited)
                 state = edited
                 edited = yield None
 
@@ -287,73 +290,3 @@ def _loop(
 def _due(before: int, now: int, every: int | None) -> bool:
     """Whether a multiple of `every` lies in the steps of a call."""
     return every is not None and now // every > before // every
-
-
-def _total(until: int | None, batches: Any) -> int:
-    try:
-        return len(batches) if until is None else until
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            "a progress line needs the number of steps, which these batches do not "
-            "tell; give `until`"
-        ) from error
-
-
-def _check_start(state: Any, batches: Any, checkpoints: Checkpoints | None) -> None:
-    """Finds at the start what the first checkpoint would find later."""
-    if not hasattr(state, "step"):
-        raise TypeError(
-            f"the state needs an attribute `step`, as a TrainState has; got "
-            f"{type(state).__name__}"
-        )
-    if checkpoints is None:
-        return
-    if not hasattr(batches, "get_state"):
-        raise TypeError(
-            f"batches of type {type(batches).__name__} cannot continue where they "
-            "were: use jaxaccel.data.to_device(Loader(...)), or call checkpoints.save("
-            "state) in the body of the loop"
-        )
-    step, current = int(jax.device_get(state.step)), checkpoints.current_step
-    if current is None and checkpoints.steps:
-        raise ValueError(
-            f"{checkpoints.folder} holds the checkpoints {checkpoints.steps} of an "
-            "earlier run; continue it by state = checkpoints.resume(state, "
-            "loader=batches), or choose another folder"
-        )
-    if current is not None and current != step:
-        raise ValueError(
-            f"the checkpoints stand at step {current}, but the state at {step}: go on "
-            "with the state that checkpoints.resume returned"
-        )
-    check_position(step, part_state("loader", batches))
-
-
-def _check_loss(i: int, metrics: Any) -> None:
-    loss = metrics.get("loss") if isinstance(metrics, Mapping) else None
-    if loss is None:
-        return
-    loss = np.ravel(jax.device_get(loss))[0]
-    if not math.isfinite(loss):
-        raise ValueError(
-            f"the loss is {loss} in the first step (up to step {i}), before any update "
-            "of this run: look at the batch and the initial parameters, with "
-            "jax.config.update('jax_debug_nans', True) for the place. "
-            "check_first_loss=False goes on"
-        )
-
-
-def _check_edit(state: Any, edited: Any) -> None:
-    wrong = differences(describe_tree(state), describe_tree(edited), "before")
-    if jax.tree.structure(state) != jax.tree.structure(edited):
-        wrong = wrong or "  other containers around the same leaves"
-    if wrong:
-        raise ValueError(
-            f"the state that was sent does not fit the step:\n{wrong}\nIt would "
-            "compile again; change values only"
-        )
-    if int(jax.device_get(state.step)) != int(jax.device_get(edited.step)):
-        raise ValueError(
-            "an edit must keep state.step, which says where the batches are; it was "
-            f"{state.step} and is {edited.step}"
-        )

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -73,10 +74,11 @@ def run(folder, until, report):
     return b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(state)).hex()
 
 
-def in_a_process(function, *args, kill=None):
+def in_a_process(function, *args, lines=math.inf, seconds=0.0):
     """Returns what the process wrote, line by line.
 
-    `kill` is a number of lines, and of seconds after the last one of them.
+    It is killed so many seconds after it has written so many lines, and anyway after
+    its longest life: how fast it is depends on what else the machine does.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -87,15 +89,24 @@ def in_a_process(function, *args, kill=None):
         finally:
             os._exit(0)
     os.close(writing)
-    received, (lines, seconds) = b"", kill or (math.inf, 0)
-    while received.count(b"\n") < lines and (chunk := os.read(reading, 1 << 16)):
-        received += chunk
-    time.sleep(seconds)
-    os.kill(pid, signal.SIGKILL)
+    received, killed, deadline = b"", lines == math.inf, math.inf
+    while True:
+        count = received.count(b"\n")
+        if not killed and count >= lines and deadline == math.inf:
+            deadline = time.monotonic() + seconds
+        if not killed and (time.monotonic() >= deadline or count > LONGEST_LIFE):
+            # The rest of the loop reads what it had written before it died.
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+        wait = None
+        if not killed and deadline < math.inf:
+            wait = max(0.0, deadline - time.monotonic())
+        if select.select([reading], [], [], wait)[0]:
+            chunk = os.read(reading, 1 << 16)
+            received += chunk
+            if not chunk:
+                break
     os.waitpid(pid, 0)
-    # What it had written before it died.
-    while chunk := os.read(reading, 1 << 16):
-        received += chunk
     os.close(reading)
     return received.decode().splitlines()
 
@@ -108,8 +119,9 @@ def main(folder, kills, seed):
     lives = []
     for _ in range(kills):
         lines = rng.randrange(LONGEST_LIFE)
+        # From a moment in the start, or from one between two steps.
         seconds = rng.uniform(0, 0.1 if lines else start)
-        lives.append(in_a_process(run, folder, until, kill=(lines, seconds)))
+        lives.append(in_a_process(run, folder, until, lines=lines, seconds=seconds))
     lives.append(in_a_process(run, folder, until))
     report = {
         "same": whole == lives[-1][-1],
