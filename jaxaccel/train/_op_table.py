@@ -120,8 +120,15 @@ class OpTable:
         ]
         rest = ops[limit:]
         if rest:
-            share = sum(row.share for row in rest)
-            lines.append(f"{share:6.1%} in {len(rest)} more operations")
+            names = {(row.program, row.name) for row in rest}
+            seconds = union(
+                (x.start / 1e9, x.end / 1e9)
+                for x in self.events
+                if x.kind == "op" and (x.program, x.name) in names
+            )
+            lines.append(
+                f"{seconds / self.seconds:6.1%} in {len(rest)} more operations"
+            )
         return "\n".join(lines)
 
     def by_scope(self, depth: int | None = None) -> dict[str, float]:

@@ -10,8 +10,8 @@ class ResourceMonitor:
     """Reads CPU, memory, disk, network and accelerators; a context manager.
 
     Nothing runs in the background: a call of `read` gives the state, and rates over
-    the time since the call before (the first gives none). It takes well under a
-    millisecond on most systems, so read it at log steps.
+    the time since the call before (the first gives none). It takes milliseconds, for
+    looking through the system's processes: read it at log steps.
 
     Raises:
       ImportError: If psutil is not installed.
