@@ -288,12 +288,7 @@ class _Feed:
             self._batches, self._rest = store.scan(self._size), {}
             self._next = start
         while self._next < stop:
-            batch = self._rest or next(self._batches, None)
-            if batch is None:
-                raise ValueError(
-                    f"{self._store!r} ended after {self._next} examples; its scan must "
-                    "yield as many as its length says"
-                )
+            batch = self._rest or next(self._batches)
             count = min(_length(batch), stop - self._next)
             self._rest = {}
             if count < _length(batch):

@@ -85,5 +85,5 @@ def as_labels(labels: Any) -> jax.Array:
         if labels.dtype.kind in "iu" and labels.dtype.itemsize == 8:
             # jax would keep the lower half of each number.
             fits = (labels >= 0) & (labels < 2**31)
-            labels = np.where(fits, labels, -1).astype(np.int32)
+            labels = np.where(fits, labels.astype(np.int32), np.int32(-1))
     return jnp.asarray(labels)

@@ -1,7 +1,6 @@
 """open_store: one call for arrays, files, folders and sharded files."""
 
 import contextlib
-import dataclasses
 import os
 import re
 import typing
@@ -387,15 +386,14 @@ def _check_options(options: OpenOptions, format: str | None) -> None:
         raise ValueError(f"format must be one of {sorted(FORMATS)}, got {format!r}")
     if options.image_mode not in ("RGB", "L"):
         raise ValueError(f"image_mode must be 'RGB' or 'L', got {options.image_mode!r}")
-    for field in dataclasses.fields(options):
-        value: Any = getattr(options, field.name)
-        if field.name == "image_size" and value is not None:
-            positive = isinstance(value, (tuple, list)) and all(
-                isinstance(x, (int, np.integer)) and x >= 1 for x in value
+    size: Any = options.image_size
+    if size is not None:
+        positive = isinstance(size, (tuple, list)) and all(
+            isinstance(x, (int, np.integer)) and x >= 1 for x in size
+        )
+        if not positive or len(size) != 2:
+            raise ValueError(
+                f"image_size must be (height, width), both positive, got {size!r}"
             )
-            if not positive or len(value) != 2:
-                raise ValueError(
-                    f"image_size must be (height, width), both positive, got {value!r}"
-                )
-        if field.name == "num_threads" and value is not None and value < 1:
-            raise ValueError(f"num_threads must be at least 1, got {value}")
+    if options.num_threads is not None and options.num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {options.num_threads}")
