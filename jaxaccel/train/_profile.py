@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
-from jaxaccel.train._op_table import STEP, OpTable, op_table
+from jaxaccel.train._op_table import OpTable, op_table
 from jaxaccel.train._tensorboard import check_writable
 from jaxaccel.train._timeline import draw_timeline
+from jaxaccel.train._trace_events import STEP
 
 
 class profile:  # noqa: N801 - read as a verb, like a function

@@ -4,7 +4,8 @@ import collections
 import os
 from typing import Any
 
-from jaxaccel.train._op_table import OpTable, union
+from jaxaccel.train._op_table import OpTable
+from jaxaccel.train._trace_events import union
 
 _COLOURS = {
     "op": "tab:blue",

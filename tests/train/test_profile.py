@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from jaxaccel import data, train
-from jaxaccel.train import _hlo, _hlo_flops, _op_table
+from jaxaccel.train import _hlo, _hlo_flops, _op_table, _trace_events
 
 
 class Net(nn.Module):
@@ -193,8 +193,8 @@ def test_scopes(op_name, scope):
 
 
 def test_union_of_overlapping_stretches():
-    assert _op_table.union([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (5.5, 6.0)]) == 5.0
-    assert _op_table.union([]) == 0.0
+    assert _trace_events.union([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (5.5, 6.0)]) == 5.0
+    assert _trace_events.union([]) == 0.0
 
 
 @pytest.mark.parametrize("padding", [(1, 2), (0, 0), (-1, 0)])
@@ -255,7 +255,7 @@ def test_events_of_a_gpu():
         types.SimpleNamespace(name="/device:GPU:0", lines=[stream]),
         types.SimpleNamespace(name="/host:CPU", lines=[host]),
     ]
-    steps, events = _op_table.read_events(types.SimpleNamespace(planes=planes))
+    steps, events = _trace_events.read_events(types.SimpleNamespace(planes=planes))
     assert steps == [(0, 40)]
     assert [(x.kind, x.name, x.start, x.end) for x in events] == [
         ("op", "fusion.1", 10, 30),
@@ -279,7 +279,7 @@ def test_operations_that_end_in_another_thread():
         events=[event("conv", 0, 1, _p=99, **stats), event("end: conv", 8, 9, _c=99)],
     )
     plane = types.SimpleNamespace(name="/host:CPU", lines=[line])
-    _, [found] = _op_table.read_events(types.SimpleNamespace(planes=[plane]))
+    _, [found] = _trace_events.read_events(types.SimpleNamespace(planes=[plane]))
     assert (found.start, found.end, found.run) == (0, 9, 5)
 
 
