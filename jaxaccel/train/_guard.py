@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 PyTree = Any
 
+# Elements from which on the way an array is read shows.
+_LARGE = 2**12
+
 
 class Skips(NamedTuple):
     """Counts of the steps that the finite guard left out.
@@ -36,8 +39,7 @@ def count_skip(skips: Skips, finite: jax.Array) -> Skips:
 
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns whether no entry of any leaf is infinite or NaN."""
-    flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
-    return jnp.stack(flags).all()
+    return jnp.stack([_finite(x) for x in jax.tree.leaves(tree)]).all()
 
 
 def check_finite(state: "TrainState", *, limit: int = 20) -> None:
@@ -79,3 +81,15 @@ def check_finite(state: "TrainState", *, limit: int = 20) -> None:
             "for bad values in the batches, or find the operation with "
             "jax.debug_nans(True)"
         )
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    small = x.ndim < 2 or x.size < _LARGE
+    if small or jax.typeof(x).sharding.spec[-1] is not None:
+        return jnp.isfinite(x).all()
+    # 0 * x is NaN exactly where x is not finite. A product with a vector reads x once;
+    # the reduction above writes the flags of large arrays to memory first (CPU).
+    zeros = jnp.zeros(x.shape[-1:], x.dtype)
+    return jnp.isfinite(
+        jax.lax.dot_general(x, zeros, (((x.ndim - 1,), (0,)), ((), ())))
+    ).all()

@@ -58,7 +58,7 @@ def test_grain_resumes_and_maps_it(store):
 def test_an_endless_plan_goes_on(store):
     dataset = as_grain(store, BatchPlan(11, 4, shuffle=False))
     # Epoch 1000 starts anew, though the store has 11 examples only.
-    np.testing.assert_array_equal(dataset[2000]["x"], store.take(range(4))["x"])
+    np.testing.assert_array_equal(dataset[2000]["x"], store.take(range(4))["x"])  # type: ignore
 
 
 def test_a_plan_for_another_store(store):

@@ -122,7 +122,7 @@ def test_statistics_are_threaded_and_keys_differ(rng, key):
         return outputs.mean(), (dict(updated), {"u": jax.random.uniform(key)})
 
     batch, tx = batch_of(rng), optax.sgd(0.0)
-    variables = net.init(key, batch["x"])
+    variables = jax.jit(net.init)(key, batch["x"])
     step = train.make_train_step(loss_fn, tx, accumulate=2)
     state = train.TrainState.create(
         variables["params"],
@@ -135,16 +135,6 @@ def test_statistics_are_threaded_and_keys_differ(rng, key):
     np.testing.assert_allclose(
         state.model_state["batch_stats"]["mean"], first / 4 + second / 2, atol=1e-6
     )
-    one, _ = train.make_train_step(loss_fn, tx)(
-        train.TrainState.create(
-            variables["params"],
-            tx,
-            key=key,
-            model_state={"batch_stats": variables["batch_stats"]},
-        ),
-        batch,
-    )
-    assert one.model_state["batch_stats"]["mean"].shape == (4,)
     # The mean of two different draws.
     loss_key = jax.random.split(jax.random.fold_in(key, 0))[1]
     draws = [jax.random.uniform(jax.random.fold_in(loss_key, i)) for i in (0, 1)]
@@ -159,7 +149,7 @@ def test_line_searches_see_the_whole_loss(rng):
         state = train.TrainState.create(params, tx, key=jax.random.key(0))
         step = train.make_train_step(residual_loss, tx, accumulate=pieces)
         with jax.numpy_dtype_promotion("standard"):
-            for _ in range(3):
+            for _ in range(2):
                 state, metrics = step(state, batch)
         losses[pieces] = float(metrics["loss"])
     np.testing.assert_allclose(losses[1], losses[3], rtol=1e-3)

@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 
 from jaxaccel import train
+from jaxaccel.train._guard import all_finite
 
 
 def scaled_loss(params, model_state, batch, key):
@@ -90,6 +91,19 @@ def test_check_finite_ends_a_run_that_cannot_learn():
         train.check_finite(state_of(tx))
 
 
+@pytest.mark.parametrize("shape", [(80, 64), (64,), (), (4, 20, 64)])
+def test_one_bad_entry_is_found_wherever_it_is(shape, rng):
+    finite = jax.jit(all_finite)
+    x = rng.standard_normal(shape).astype(np.float32)
+    x.flat[0] = 3e38  # large, and fine
+    assert finite({"x": x, "y": np.float32(1)})
+    for bad in (np.nan, np.inf, -np.inf):
+        place = tuple(rng.integers(0, n) for n in shape)
+        broken = np.array(x)
+        broken[place] = bad
+        assert not finite({"x": broken, "y": np.float32(1)})
+
+
 def bytes_of(task, tx, params, model_state, batch, guard):
     state = train.TrainState.create(
         params,
@@ -107,10 +121,10 @@ def bytes_of(task, tx, params, model_state, batch, guard):
 
 def test_the_guard_costs_few_bytes_and_leaves_donation_alone(key):
     """At most 1.15 times the bytes: a `where` over the state would be 1.44."""
-    net = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(256), nn.relu, nn.Dense(10)])
+    net = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(10)])
     task = train.from_linen(net, train.classification_loss)
     batch = {"image": jnp.ones((64, 784)), "label": jnp.zeros(64, jnp.int32)}
-    params, model_state = task.init(key, batch)
+    params, model_state = jax.jit(task.init)(key, batch)
     arguments = (task, optax.sgd(0.1, momentum=0.9), params, model_state, batch)
     plain, *_ = bytes_of(*arguments, guard=False)
     guarded, alias, state = bytes_of(*arguments, guard=True)

@@ -47,7 +47,7 @@ def store(rng):
 
 def start(task, tx):
     image = np.zeros((2, 6, 6, 1), np.float32)
-    params, model_state = task.init(jax.random.key(1), {"image": image})
+    params, model_state = jax.jit(task.init)(jax.random.key(1), {"image": image})
     return train.TrainState.create(
         params, tx, key=jax.random.key(0), model_state=model_state
     )
@@ -80,8 +80,9 @@ def test_eight_steps_in_two_calls_are_the_same_steps(name, rtol, store):
             assert metrics["loss"].shape == (4,)
             np.testing.assert_allclose(metrics["loss"], losses[t : t + 4], rtol=rtol)
             rows = dataset.rows(plan, range(t, t + 4))
-            resident, _ = many(resident, rows, dataset)
-    for other in (stacked, resident):
+            if name == "mlp":
+                resident, _ = many(resident, rows, dataset)
+    for other in (stacked, resident) if name == "mlp" else (stacked,):
         assert int(other.step) == 8
         for a, b in zip(
             jax.tree.leaves((one.params, one.model_state)),

@@ -1,5 +1,7 @@
 """Meshes of eight devices, of Auto and Explicit axes, against one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,12 @@ TASK = train.from_linen(Net(), train.classification_loss)
 TX = optax.sgd(0.1, momentum=0.9)
 
 
+@functools.cache
+def variables():
+    batch = {"image": np.zeros((2, 8), np.float32)}
+    return jax.jit(TASK.init)(jax.random.key(0), batch)
+
+
 def batches_of(rng, steps=20, n=32):
     for _ in range(steps):
         x = rng.standard_normal((n, 8)).astype(np.float32)
@@ -30,8 +38,7 @@ def batches_of(rng, steps=20, n=32):
 
 
 def state_of(layout=None, **options):
-    batch = {"image": np.zeros((2, 8), np.float32)}
-    params, model_state = TASK.init(jax.random.key(0), batch)
+    params, model_state = variables()
     return train.TrainState.create(
         params,
         TX,
@@ -114,14 +121,11 @@ def test_collectives_are_counted_and_state_is_donated(name, rng):
     assert memory is not None and memory.alias_size_in_bytes >= kept
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_the_split_into_micro_batches_does_not_depend_on_the_devices(kind, rng):
+def test_the_split_into_micro_batches_does_not_depend_on_the_devices(rng):
     batch = next(batches_of(rng, 1))
     states = []
-    for layout in (None, layout_of(kind, "fsdp")):
-        step = train.make_train_step(
-            TASK.train_loss, TX, accumulate=2, sharding=layout, precision="bfloat16"
-        )
+    for layout in (None, layout_of(AxisType.Explicit, "fsdp")):
+        step = train.make_train_step(TASK.train_loss, TX, accumulate=2, sharding=layout)
         where = batch if layout is None else jax.device_put(batch, layout.batch)
         with jax.numpy_dtype_promotion("standard"):
             states.append(step(state_of(layout), where)[0])
@@ -130,7 +134,7 @@ def test_the_split_into_micro_batches_does_not_depend_on_the_devices(kind, rng):
         jax.tree.leaves(states[1].model_state),
         strict=True,
     ):
-        np.testing.assert_allclose(a, b, atol=2e-3)
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_a_layout_of_ones_own():
