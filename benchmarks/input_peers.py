@@ -53,7 +53,7 @@ class Images:
 
     def convert(self, image):
         """What torchvision's ToTensor and Normalize do, if they are wanted."""
-        import torch
+        import torch  # type: ignore[import-not-found]
 
         image = torch.from_numpy(image)
         if not self.as_float:
@@ -67,7 +67,7 @@ class Batches(Images):
     """The same, but torch hands over all indices of a batch at once."""
 
     def __getitems__(self, indices):
-        import torch
+        import torch  # type: ignore[import-not-found]
 
         rows = np.asarray(indices)
         return torch.from_numpy(self.images[rows]), torch.from_numpy(self.labels[rows])
@@ -75,7 +75,7 @@ class Batches(Images):
 
 @functools.lru_cache
 def _torch_statistics():
-    import torch
+    import torch  # type: ignore[import-not-found]
 
     return tuple(torch.from_numpy(x.copy()).reshape(3, 1, 1) for x in (MEAN, STD))
 
@@ -165,7 +165,7 @@ def put(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def torch_loader(dataset: Images, batch_size: int, workers: int = 0, **options):
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader  # type: ignore[import-not-found]
 
     if workers:
         # A fork of a process that runs jax's threads may hang.
