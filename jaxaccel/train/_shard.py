@@ -107,8 +107,8 @@ def data_parallel(mesh: Mesh, *, axis: str | None = None) -> Layout:
       >>> import jax
       >>> from jaxaccel import train
       >>> layout = train.data_parallel(jax.make_mesh((1,), ("data",)))
-      >>> print(layout.batch.spec, layout.replicated.spec)
-      PartitionSpec('data',) PartitionSpec()
+      >>> print(tuple(layout.batch.spec), tuple(layout.replicated.spec))
+      ('data',) ()
     """
     return Layout(mesh, _axis(mesh, axis), lambda shape: PartitionSpec())
 
@@ -138,8 +138,8 @@ def fsdp(mesh: Mesh, *, axis: str | None = None, min_size: int = 2**14) -> Layou
       >>> import jax
       >>> from jaxaccel import train
       >>> layout = train.fsdp(jax.make_mesh((1,), ("data",)))
-      >>> print(layout.rule((100, 400)), layout.rule((400,)))
-      PartitionSpec(None, 'data') PartitionSpec()
+      >>> print(tuple(layout.rule((100, 400))), tuple(layout.rule((400,))))
+      (None, 'data') ()
     """
     name = _axis(mesh, axis)
     count = mesh.shape[name]

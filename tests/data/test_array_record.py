@@ -166,7 +166,7 @@ def test_garbage(tmp_path, rng, size):
 
 
 def test_file_without_records(write):
-    with pytest.raises(DataCorruptionError, match="no record"):
+    with pytest.raises(DataCorruptionError, match="the file is empty"):
         open_store(write([]))
 
 
