@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxaccel import data, train
+from jaxaccel.train._guard import all_finite
 
 
 class Net(nn.Module):
@@ -135,6 +136,17 @@ def test_the_split_into_micro_batches_does_not_depend_on_the_devices(rng):
         strict=True,
     ):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_bad_entries_are_found_on_every_device(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    for spec in (PartitionSpec("data"), PartitionSpec(None, "data"), PartitionSpec()):
+        x = np.ones((80, 64), np.float32)
+        where, finite = NamedSharding(mesh, spec), jax.jit(all_finite)
+        assert finite([jax.device_put(x, where)])
+        x[79, 63] = np.inf
+        assert not finite([jax.device_put(x, where)])
 
 
 def test_a_layout_of_ones_own():
