@@ -59,6 +59,9 @@ TRANSFORMS = {
     "znorm_unit": Transform("znorm", {"scope": "unit"}, _UNIT_SIZE),
     "adaptive_grad_clip": Transform("adaptive_grad_clip", {"clipping": 0.01}, _USUAL),
     "zclip": Transform("zclip", {}, _USUAL),
+    "adagc": Transform("adagc", {"max_norm": 1.0}, _USUAL),
+    "autoclip": Transform("autoclip", {}, _USUAL),
+    "grokfast_ema": Transform("grokfast_ema", {}, _USUAL),
 }
 NETWORKS = {"residual": True, "plain": False}
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
