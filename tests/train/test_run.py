@@ -336,13 +336,23 @@ def test_an_interrupt_of_the_caller_is_used():
                     signal.raise_signal(signal.SIGINT)
 
 
-def test_it_compiles_once_and_transfers_nothing_on_its_own(tmp_path):
+def exhaust_unread(loop):
+    """The step numbers and the reason of a loop whose state nobody reads."""
+    rows = []
+    while True:
+        try:
+            rows.append(next(loop)[0])
+        except StopIteration as stop:
+            return rows, stop.value
+
+
+def test_a_thousand_steps_compile_once_and_transfers_nothing_on_its_own(tmp_path):
     state = make_state()
     step = train.make_train_step(loss_fn, TX)
     with (
-        make_batches() as batches,
+        make_batches(epochs=None) as batches,
         train.Checkpoints(tmp_path) as saved,
-        train.MetricBuffer(every=4) as buffer,
+        train.MetricBuffer(every=50) as buffer,
         train.Meter() as meter,
         train.CompileCounter() as compiles,
         jax.transfer_guard("disallow"),
@@ -351,15 +361,17 @@ def test_it_compiles_once_and_transfers_nothing_on_its_own(tmp_path):
             step,
             state,
             batches,
+            until=1000,
             checkpoints=saved,
-            checkpoint_every=3,
+            checkpoint_every=300,
             evaluate=lambda state: {"w": jax.device_get(state.params["w"])},
-            evaluate_every=5,
+            evaluate_every=100,
             buffer=buffer,
             meter=meter,
         )
-        for _ in loop:
-            pass
+        rows, reason = exhaust_unread(loop)
+    assert reason == "until"
+    assert rows == list(range(1, 1001))
     assert compiles.counts["train_step"] == 1
 
 

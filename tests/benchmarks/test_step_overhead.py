@@ -1,0 +1,98 @@
+"""benchmarks/step_overhead.py at tiny sizes, and the figures that are exact."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxaccel.records import Record
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "step_overhead.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("step_overhead", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_prints_records_with_ratios():
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(SCRIPT),
+            *"--part overhead --rounds 2 --steps 3 --json".split(),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    record = Record.from_json(done.stdout)
+    assert record.name == "step_overhead"
+    assert {"our loop / by hand", "our step / by hand"} <= set(record.ratios)
+    assert {len(values) for values in record.rounds.values()} == {2}
+
+
+def test_all_contenders_train_alike(script):
+    module = script.Dense()
+    batches = script.make_batches((4, 8, 8, 1), 3)
+    by_hand = script.by_hand(module, batches, 6, donate=True, read_every=None)
+    ours = script.our_step(module, batches, 6)
+    losses = by_hand()
+    np.testing.assert_allclose(losses, ours(), rtol=1e-5)
+    assert losses[3] < losses[0]
+
+
+def test_exact_figures(script):
+    (guarded,) = script.main(["--part", "guard"])
+    for name in script.NETWORKS:
+        assert float(guarded.figures[f"{name}: ratio"][:-1]) <= script.GUARD_BOUND
+    (memory,) = script.main(["--part", "memory"])
+    kept = [
+        memory.figures[f"kept for the backward pass, {policy}: MB"]
+        for policy in ("everything_saveable", "dots_saveable", "nothing_saveable")
+    ]
+    assert kept[0] > kept[1] > kept[2]
+    held = memory.figures["parameters and optimizer state, bytes"]
+    assert memory.figures["aliased by donation, bytes"] >= held
+    temporary = [
+        memory.figures[f"{name}: temporary MB"]
+        for name in ("as it is", "accumulate=2", "accumulate=4", "accumulate=8")
+    ]
+    assert temporary == sorted(temporary, reverse=True)
+
+
+CARDS = {
+    "steps-per-call": ("steps_per_call", ["one step a call / 16 steps a call"]),
+    "gradient-accumulation": ("step_memory", ["accumulate=8: memory saved"]),
+    "rematerialization": (
+        "step_memory",
+        [
+            f"kept for the backward pass, {policy}: MB"
+            for policy in ("everything_saveable", "dots_saveable", "nothing_saveable")
+        ],
+    ),
+    "donation": ("step_memory", ["aliased by donation, bytes"]),
+    "finite-guard": ("finite_guard_jax_0.10", ["dense: ratio", "conv: ratio"]),
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_cards_show_what_the_records_hold(card):
+    name, figures = CARDS[card]
+    record = Record.read(ROOT / "benchmarks/results" / f"{name}.json")
+    text = (ROOT / "docs/methods" / f"{card}.md").read_text(encoding="utf-8")
+    text = " ".join(text.split())
+    for figure in figures:
+        assert str(record.figure(figure)) in text
