@@ -14,9 +14,10 @@ decay); one thing changes at a time:
     c  b + znorm             the same, with a gradient transformation before the
                              momentum, at the learning rate that suits it
 
-Data: Fashion-MNIST, fetched once. It writes TensorBoard logs and learning_curves.png
-to a new folder below logs/image_classifier, or to --logdir. Learning rates come from
---tune: a grid on the last sixth of the training set, never on the test set.
+Data: Fashion-MNIST, fetched once. It writes TensorBoard logs, trained weights (for
+quantize_classifier.py) and learning_curves.png to a new folder below
+logs/image_classifier, or to --logdir. Learning rates come from --tune: a grid on the
+last sixth of the training set, never on the test set.
 """
 
 import argparse
@@ -46,6 +47,7 @@ EPOCHS = {"fashion_mnist": 10, "cifar10": 10, "digits": 60}
 LOG_EVERY = 50
 EVAL_BATCH_SIZE = 1000
 WIDTHS = (16, 32, 64)
+WEIGHTS = "weights"
 
 TRANSFORMS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "none": optax.identity,
@@ -90,9 +92,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=["sgd", "adam"], default="sgd")
     parser.add_argument(
         "--precision",
-        choices=["float32", "bfloat16"],
+        choices=["float32", "bfloat16", "float16"],
         default="float32",
-        help="of the network's arithmetic; parameters stay float32",
+        help="of the step's arithmetic; parameters stay float32, float16 scales "
+        "the loss",
     )
     parser.add_argument("--augment", choices=["none", "flip-crop"], default="flip-crop")
     parser.add_argument("--crop-pad", type=number(int, least=0), default=1)
@@ -146,6 +149,11 @@ def check_settings(args: argparse.Namespace, dataset: data.NamedDataset) -> None
                 f"{option} {folder} cannot be written ({error.strerror}); choose "
                 "another folder"
             ) from error
+    if not args.tune and list(args.logdir.glob(f"*/{WEIGHTS}")):
+        raise ValueError(
+            f"--logdir {args.logdir} holds the weights of an earlier start; choose "
+            "another folder"
+        )
 
 
 # ---------------------------------------------------------------------------- data
@@ -213,7 +221,6 @@ class ConvNet(nnx.Module):
         image_shape: tuple[int, ...],
         classes: int,
         *,
-        dtype: Any,
         rngs: nnx.Rngs,
     ):
         height, width, channels = image_shape
@@ -226,18 +233,13 @@ class ConvNet(nnx.Module):
                     (3, 3),
                     strides=2,
                     use_bias=False,
-                    dtype=dtype,
                     rngs=rngs,
                 )
             )
             # Flax's default momentum of 0.99 is still warming up after 100 steps.
-            self.norms.append(
-                nnx.BatchNorm(features, momentum=0.9, dtype=dtype, rngs=rngs)
-            )
+            self.norms.append(nnx.BatchNorm(features, momentum=0.9, rngs=rngs))
             height, width, channels = -(-height // 2), -(-width // 2), features
-        self.head = nnx.Linear(
-            height * width * channels, classes, dtype=dtype, rngs=rngs
-        )
+        self.head = nnx.Linear(height * width * channels, classes, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Returns the logits of normalized images."""
@@ -298,24 +300,30 @@ def train_once(
     model = ConvNet(
         training.spec["image"].shape,
         len(dataset.classes),
-        dtype=jnp.dtype(args.precision),
         rngs=nnx.Rngs(args.seed),
     )
     task = train.from_nnx(model, train.classification_loss)
     tx, schedule = make_optimizer(run, args.optimizer, steps)
     params, model_state = task.init()
     state = train.TrainState.create(
-        params, tx, key=jax.random.key(args.seed), model_state=model_state
+        params,
+        tx,
+        key=jax.random.key(args.seed),
+        model_state=model_state,
+        precision=args.precision,
     )
     step = train.make_train_step(
         task.train_loss,
         tx,
+        precision=args.precision,
         preprocess=device_preprocess(args, normalize, augment=True)
         if run.ships_uint8
         else None,
     )
     eval_step = train.make_eval_step(
-        task.eval_loss, preprocess=device_preprocess(args, normalize, augment=False)
+        task.eval_loss,
+        precision=args.precision,
+        preprocess=device_preprocess(args, normalize, augment=False),
     )
     transform = None if run.ships_uint8 else host_transform(args, mean, std)
 
@@ -349,6 +357,9 @@ def train_once(
                 accuracies.append(held_out_metrics["accuracy"])
                 if writer is not None:
                     writer.scalars(number, {"held_out": held_out_metrics})
+    if writer is not None:
+        weights = {"params": state.params, "model_state": state.model_state}
+        train.save(weights_of(run, args), weights, metrics={"accuracy": accuracies[-1]})
     return Result(
         run=run,
         bytes_per_epoch=batches.bytes_put // args.epochs,
@@ -357,6 +368,11 @@ def train_once(
         losses=losses,
         accuracies=accuracies,
     )
+
+
+def weights_of(run: Run, args: argparse.Namespace) -> pathlib.Path:
+    """Where the trained weights go."""
+    return args.logdir / run.name[0] / WEIGHTS
 
 
 def evaluate(eval_step: Any, state: train.TrainState, store: data.ArrayStore):

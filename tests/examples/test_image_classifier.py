@@ -79,6 +79,7 @@ def test_three_rows_exact_bytes_and_one_compilation_each(finished):
 def test_logs_hold_scalars_layer_norms_and_images(finished):
     _, logdir, _ = finished
     assert (logdir / "learning_curves.png").stat().st_size > 10_000
+    assert all((logdir / row / "weights").is_dir() for row in "abc")
     for row in "abc":
         events = events_of(logdir / row)
         tags = set(events.Tags()["scalars"])
@@ -94,6 +95,7 @@ def test_logs_hold_scalars_layer_norms_and_images(finished):
     [
         ("--transform", "none", "--augment", "none", "--optimizer", "adam"),
         ("--transform", "clip", "--precision", "bfloat16", "--crop-pad", "2"),
+        ("--transform", "none", "--precision", "float16", "--optimizer", "adam"),
     ],
     ids=lambda options: " ".join(options),
 )
