@@ -413,6 +413,9 @@ CARDS = {
     "clipping": ["clip_by_global_norm"],
     "adaptive-clipping": ["adaptive_grad_clip"],
     "zclip": ["zclip"],
+    "adagc": ["adagc"],
+    "autoclip": ["autoclip"],
+    "grokfast": ["grokfast_ema"],
 }
 
 
