@@ -94,7 +94,7 @@ def column_of(name: str, array: Any, leaf: Leaf, source: Source) -> Segments:
 def missing_values(path: Path, name: str) -> ValueError:
     """The error for nulls."""
     return ValueError(
-        f"{path}: values are missing (null) in column {name!r}; fill them before "
+        f"{path}: column {name!r} has missing values (null); fill them before "
         "writing it, or leave it out with columns={...}"
     )
 

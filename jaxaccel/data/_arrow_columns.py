@@ -85,10 +85,23 @@ def read_columns(
         except DataCorruptionError:
             raise
         except ValueError as error:
-            problems[name] = str(error)
+            why = str(error).removeprefix(f"{path}: column {name!r} ")
+            problems[name] = why + _not_embedded(schema.field(index), why)
     if problems or not columns:
         raise ValueError(_complaint(path, problems, columns))
     return tuple(columns)
+
+
+def _not_embedded(field: Any, why: str) -> str:
+    """What else to say of images that are named in a file, but not in it."""
+    missing = "missing values" in why or "(0 in the first example)" in why
+    children = [field.type.field(i).name for i in range(field.type.num_fields)]
+    if not (missing and {"bytes", "path"} <= set(children)):
+        return ""
+    return (
+        ". The file may hold paths in place of images: embed them when it is written, "
+        "or open the folder of images itself"
+    )
 
 
 def _complaint(path: Path, problems: Mapping[str, str], columns: list[Column]) -> str:

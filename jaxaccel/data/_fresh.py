@@ -5,19 +5,16 @@ from typing import Any
 import numpy as np
 
 
-def checked_batch(
-    store: Any, batch: Any, count: int, *, copy: bool
-) -> dict[str, np.ndarray]:
-    """Checks what `_read` or `_scan` of a store returned.
+def checked_copy(store: Any, batch: Any, count: int) -> dict[str, np.ndarray]:
+    """Checks and copies what `_read` or `_scan` of a user's store returned.
 
     Args:
       store: The store; its columns are what is expected.
       batch: What it returned.
       count: Examples that were asked for.
-      copy: Whether to copy the arrays.
 
     Returns:
-      The batch.
+      The batch, of arrays that nothing else refers to.
 
     Raises:
       TypeError: If it is no dict of NumPy arrays.
@@ -37,8 +34,6 @@ def checked_batch(
             wanted = f"{name!r} as {np.dtype(dtype)}{[count, *shape]}"
             found = f"{array.dtype}{[*array.shape]}"
             raise ValueError(_message(store, wanted, found))
-    if not copy:
-        return batch
     return {name: np.array(array) for name, array in batch.items()}
 
 

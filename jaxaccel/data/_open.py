@@ -142,7 +142,7 @@ def open_store(
     if isinstance(source, Mapping):
         arrays = {name: _as_column(name, column) for name, column in source.items()}
         store = _npy.open_columns(arrays, columns, checksums=checksums)
-        return _resized(store, image_size)
+        return _decoded_as_asked(store, options)
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
             f"open_store takes a path or a mapping of columns, got "
@@ -287,7 +287,7 @@ def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
                 cast_integers(known.open(path, options), options.columns, path)
             )
         store = stores[0] if len(stores) == 1 else ConcatStore(stores)
-        return _resized(store, options.image_size)
+        return _decoded_as_asked(store, options)
     except BaseException:
         for store in stores:
             store.close()
@@ -325,8 +325,16 @@ def _check_content(path: Path, chosen: Format) -> None:
             )
 
 
-def _resized(store: Store, image_size: tuple[int, int] | None) -> Store:
+def _decoded_as_asked(store: Store, options: OpenOptions) -> Store:
     shapes = [spec.shape for spec in store.spec.values()]
+    image_size = options.image_size
+    gray = options.image_mode == "L"
+    if gray and not any(len(shape) == 3 and shape[2] == 1 for shape in shapes):
+        store.close()
+        raise ValueError(
+            "image_mode 'L' decodes images to one channel, but the source holds arrays "
+            f"of {shapes}; convert them before, or leave image_mode out"
+        )
     if image_size and not any(shape[:2] == tuple(image_size) for shape in shapes):
         store.close()
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxaccel.data._checks import as_count
-from jaxaccel.data._fresh import checked_batch
+from jaxaccel.data._fresh import checked_copy
 
 _SMALL = 1 << 14
 
@@ -156,15 +156,19 @@ class Store(abc.ABC):
 
     def _checked_read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         # What stores that read from this one call.
-        return checked_batch(self, self._read(rows), len(rows), copy=self._copies)
+        batch = self._read(rows)
+        return checked_copy(self, batch, len(rows)) if self._copies else batch
 
     def _checked_scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+        if not self._copies:
+            yield from self._scan(size)
+            return
         batches = iter(self._scan(size))
         for start in range(0, len(self), size):
             count = min(size, len(self) - start)
             # A scan that ends early gives None, which is refused.
             batch = next(batches, None)
-            yield checked_batch(self, batch, count, copy=self._copies)
+            yield checked_copy(self, batch, count)
         if next(batches, None) is not None:
             raise ValueError(
                 f"{type(self).__name__}._scan({size}) goes on after the store's "

@@ -127,7 +127,7 @@ def test_missing_values_and_dictionaries_are_refused(tmp_path):
         pa.array([[1, 2], [None, 3]], pa.list_(pa.int8(), 2)),
     ):
         pq.write_table(pa.table({"x": array}), path)
-        with pytest.raises(ValueError, match=r"missing \(null\) in column 'x'"):
+        with pytest.raises(ValueError, match=r"column 'x' has missing values \(null\)"):
             open_store(path).take([0])
     words = pa.array(["a", "b", "a"]).dictionary_encode()
     pq.write_table(pa.table({"x": words}), path)
@@ -231,3 +231,24 @@ def test_absurd_metadata_is_noticed_without_the_sidecar(tmp_path, columns, rng):
         except ValueError as error:
             assert str(path) in str(error)
     assert noticed > 20
+
+
+@pytest.mark.parametrize("embedded", [[None, None], [b"x", None]], ids=["none", "some"])
+def test_images_that_are_not_in_the_file_are_explained(tmp_path, embedded):
+    path = tmp_path / "x.parquet"
+    images = pa.array(
+        [{"bytes": each, "path": "a.jpg"} for each in embedded],
+        pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+    )
+    pq.write_table(pa.table({"image": images, "label": pa.array([1, 2])}), path)
+    with pytest.raises(ValueError, match="paths in place of images") as caught:
+        open_store(path)
+    assert str(caught.value).count("x.parquet") == 1
+    assert "Without it: open_store(..., columns={'label'" in str(caught.value)
+
+
+def test_gray_is_refused_where_nothing_is_decoded():
+    images = np.zeros((4, 8, 8, 3), np.uint8)
+    with pytest.raises(ValueError, match="image_mode 'L' decodes"):
+        open_store({"image": images}, image_mode="L")
+    assert open_store({"image": images[..., :1]}, image_mode="L").spec["image"].shape
