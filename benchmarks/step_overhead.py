@@ -101,7 +101,7 @@ class Conv(nn.Module):
 NETWORKS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
     # The module, the shape of a batch, steps in a round.
     "dense": (Dense(), (256, 8, 8, 1), 500),
-    "conv": (Conv(), (128, 28, 28, 1), 40),
+    "conv": (Conv(), (128, 28, 28, 1), 150),
 }
 
 

@@ -172,11 +172,13 @@ def read_stretches(
     Returns:
       `(examples, *shape)`.
     """
+    shape, dtype = column.spec
+    size, starts, done = column.size, segments.starts, 0
     count = sum([stretch[2] for stretch in stretches])
-    out = aligned_empty((count, *column.spec.shape), column.spec.dtype)
-    raw, done, size = out.reshape(-1).view(np.uint8), 0, column.size
+    out = aligned_empty((count, *shape), dtype)
+    raw = np.ndarray(count * size, np.uint8, out)
     for chunk, first, number in stretches:
-        start = int(segments.starts[chunk]) + first * size
+        start = starts.item(chunk) + first * size
         stop = done + number * size
         raw[done:stop] = segments.memory[start : start + number * size]
         done = stop

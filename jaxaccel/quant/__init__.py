@@ -1,8 +1,14 @@
 """Quantization: fake-quant inside the step, and an integer network at the end."""
 
 from jaxaccel.quant._fake_quant import fake_quant
+from jaxaccel.quant._histogram import HistogramState, mse_range, percentile
+from jaxaccel.quant._learned import lsq, lsq_init, pact, ste_round
+from jaxaccel.quant._observers import Observer, RangeState, ema_minmax, minmax
+from jaxaccel.quant._packing import pack_codes, unpack_codes
 from jaxaccel.quant._qparams import QParams, compute_qparams
+from jaxaccel.quant._qtensor import QTensor
 from jaxaccel.quant._quantize import dequantize, quantize
+from jaxaccel.quant._ranges import array_qparams
 from jaxaccel.quant._spec import (
     FP8_E4M3,
     FP8_E5M2,
@@ -17,15 +23,30 @@ from jaxaccel.quant._spec import (
 __all__ = (
     "FP8_E4M3",
     "FP8_E5M2",
+    "HistogramState",
+    "INT16_ACTIVATION",
     "INT4_WEIGHT",
     "INT8_ACTIVATION",
     "INT8_WEIGHT",
-    "INT16_ACTIVATION",
+    "Observer",
     "QParams",
+    "QTensor",
     "QuantSpec",
+    "RangeState",
     "UINT8_ACTIVATION",
+    "array_qparams",
     "compute_qparams",
     "dequantize",
+    "ema_minmax",
     "fake_quant",
+    "lsq",
+    "lsq_init",
+    "minmax",
+    "mse_range",
+    "pack_codes",
+    "pact",
+    "percentile",
     "quantize",
+    "ste_round",
+    "unpack_codes",
 )
