@@ -274,19 +274,24 @@ def _copy(memory: np.ndarray, positions: np.ndarray, out: np.ndarray) -> None:
     # Rows of bytes from any positions. One call copies many rows, whichever chunk
     # of the file they are in.
     count, size = out.shape
-    breaks = np.flatnonzero(np.diff(positions) != size) + 1
-    if 8 * len(breaks) < count:
+    apart = positions[1:] - positions[:-1] != size
+    if 8 * np.count_nonzero(apart) < count:
+        breaks = np.flatnonzero(apart) + 1
         edges = [0, *breaks.tolist(), count]
         for start, stop in zip(edges[:-1], edges[1:], strict=True):
             first = int(positions[start])
             stretch = memory[first : first + (stop - start) * size]
             out[start:stop] = stretch.reshape(-1, size)
         return
+    if size == 1:
+        np.take(memory, positions, out=out[:, 0], mode="clip")
+        return
     phase = int(positions[0]) % size
-    if ((positions - phase) % size == 0).all():
+    places, rest = np.divmod(positions - phase, size)
+    if not np.count_nonzero(rest):
         grid = memory[phase:]
         grid = grid[: len(grid) // size * size].reshape(-1, size)
-        np.take(grid, (positions - phase) // size, axis=0, out=out, mode="clip")
+        np.take(grid, places, axis=0, out=out, mode="clip")
         return
     # Overlapping items, one at each byte of the memory; those needed are copied.
     item = np.dtype((np.void, size))

@@ -1,6 +1,7 @@
 """Which columns of an Arrow schema are read, and as what."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,7 +36,7 @@ class Column:
     spec: ColumnSpec
     encoded: bool = False
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Bytes of one example; bits of one with `kind == "bits"`."""
         return math.prod(self.spec.shape) * self.spec.dtype.itemsize

@@ -118,7 +118,7 @@ class _Guard:
         if not self._contiguous:
             return self.check_all()
         groups = rows >> self._shift
-        if self._seen[groups].all():
+        if np.count_nonzero(self._seen[groups]) == len(groups):
             return None
         self._check(*self._range(rows, rows + 1), rows)
         groups = np.unique(groups[~self._seen[groups]])

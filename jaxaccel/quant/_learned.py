@@ -18,7 +18,7 @@ _TINY = np.float32(2.0**-126)
 
 
 @jax.custom_jvp
-def ste_round(x: jax.Array) -> jax.Array:
+def ste_round(x: ArrayLike) -> jax.Array:
     """Rounds half to even, with a gradient of 1.
 
     Args:
@@ -28,9 +28,9 @@ def ste_round(x: jax.Array) -> jax.Array:
       Integers in the dtype of `x`.
 
     Examples:
-      >>> import jax
+      >>> import jax, jax.numpy as jnp
       >>> from jaxaccel import quant
-      >>> value, gradient = jax.value_and_grad(quant.ste_round)(2.5)
+      >>> value, gradient = jax.value_and_grad(quant.ste_round)(jnp.float32(2.5))
       >>> print(value, gradient)
       2.0 1.0
 
