@@ -9,6 +9,7 @@ from jaxaccel.quant._qparams import QParams, compute_qparams
 from jaxaccel.quant._qtensor import QTensor
 from jaxaccel.quant._quantize import dequantize, quantize
 from jaxaccel.quant._ranges import array_qparams
+from jaxaccel.quant._requantize import quantize_multiplier, requantize
 from jaxaccel.quant._spec import (
     FP8_E4M3,
     FP8_E5M2,
@@ -47,6 +48,8 @@ __all__ = (
     "pact",
     "percentile",
     "quantize",
+    "quantize_multiplier",
+    "requantize",
     "ste_round",
     "unpack_codes",
 )
