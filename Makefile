@@ -25,7 +25,8 @@ test-all: setup
 	$(PYTEST) -m "" $(ARGS)
 
 bench: setup
-	for script in host_to_device loader_cost transforms_cost device_augment input_pipeline; do \
+	for script in host_to_device loader_cost transforms_cost device_augment \
+	  input_pipeline step_overhead precision; do \
 	  $(BIN)/python benchmarks/$$script.py --record || exit 1; done
 	$(BIN)/python benchmarks/report.py
 
