@@ -205,10 +205,10 @@ class Checksums:
         # Most batches of short examples, told at once: both ends of each are known.
         # Empty ranges, which may lie at the end of the file, are clipped.
         first, last = starts >> _BITS, (stops - 1) >> _BITS
-        return (
+        return bool(
             np.count_nonzero(self._seen.take(first, mode="clip")) == len(first)
             and np.count_nonzero(self._seen.take(last, mode="clip")) == len(last)
-            and int((last - first).max()) <= 1
+            and (last - first).max() <= 1
         )
 
     def _unseen(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
