@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
-from jaxaccel.quant._qparams import QParams, check_qparams, spread
+from jaxaccel.quant._qparams import QParams, as_array, check_qparams, spread
 from jaxaccel.quant._quantize import as_arrays, check_input, decode, draw, encode
 from jaxaccel.quant._spec import QuantSpec
 
@@ -28,7 +28,7 @@ def fake_quant(
 
     The gradient passes straight through the rounding, inside of the range and on its
     edges, where the largest weight sits; outside it is 0, and for scale and zero
-    point always (`lsq` and `pact` learn them).
+    point always (`lsq` and `pact` learn them). Gradients are of reverse mode only.
 
     Args:
       x: Floating numbers.
@@ -62,7 +62,21 @@ def fake_quant(
     check_input(x, spec, key)
     check_qparams(qparams, np.shape(x), spec)
     noise = draw(key, np.shape(x), spec)
-    return _fake_quant(jnp.asarray(x), *as_arrays(qparams), noise, spec)
+    x, scale, zero = vary_alike(as_array(x), *as_arrays(qparams))
+    return _fake_quant(x, scale, zero, noise, spec)
+
+
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Marks arrays as varying over the same axes of `shard_map`, as a sum would.
+
+    So the gradient of what was replicated is summed over the devices.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [tuple(frozenset().union(*varying) - axes) for axes in varying]
+    return tuple(
+        jax.lax.pcast(x, names, to="varying") if names else x
+        for x, names in zip(arrays, missing, strict=True)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -108,7 +122,7 @@ fake_quant_p = Primitive("fake_quant")
 """`fake_quant_p.bind(x, scale, zero_point[, noise], spec=spec)`."""
 
 fake_quant_p.def_impl(jax.jit(_compute, static_argnames="spec"))
-fake_quant_p.def_abstract_eval(lambda x, *_, spec: x)
+fake_quant_p.def_abstract_eval(lambda x, *_, spec: x.update(weak_type=False))
 mlir.register_lowering(fake_quant_p, mlir.lower_fun(_compute, multiple_results=False))
 
 

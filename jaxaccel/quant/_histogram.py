@@ -1,15 +1,17 @@
 """Observers that keep a histogram: percentiles, and the range of least error."""
 
+import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxaccel.quant._observers import Observer, check_observable
+from jaxaccel.quant._observers import Observer, check_channels, check_observable
 from jaxaccel.quant._qparams import as_float32, compute_qparams
 from jaxaccel.quant._quantize import as_arrays, decode, encode
-from jaxaccel.quant._ranges import as_groups
+from jaxaccel.quant._ranges import as_groups, check_entries
 from jaxaccel.quant._spec import QuantSpec
 
 
@@ -18,7 +20,7 @@ class HistogramState(NamedTuple):
 
     Attributes:
       counts: Numbers in each of the bins between `-limit` and `limit`, float32
-        `(groups, bins)`, one group for each scale.
+        `(groups, bins)`, one group for each scale; exact up to `2**24` in a bin.
       limit: Bound of the bins, a power of two, float32 `(groups,)`.
       lo: Least number, float32 `(groups,)`.
       hi: Largest number.
@@ -39,13 +41,14 @@ def percentile(
 
     The lower end is the `100 - percent` percentile, the upper one the `percent`
     percentile, interpolated within the bins of a histogram from `-limit` to `limit`.
-    The limit is a power of two that doubles when a number lies beyond it, and bins
-    are joined in pairs then: a bin is at most `4 / bins` of the largest magnitude.
+    The limit is a power of two that doubles until it is above all numbers, and bins
+    are joined in pairs then, so that the order of batches does not matter: a bin is
+    at most `4 / bins` of the largest magnitude wide.
 
     Args:
       spec: Format that the range is for, without blocks.
       percent: Above 50, at most 100, which is `minmax`.
-      bins: Number of bins, a multiple of 4.
+      bins: Number of bins, a power of two.
 
     Returns:
       The observer; its state is a `HistogramState`.
@@ -69,8 +72,10 @@ def percentile(
         if percent == 100:
             return state.lo, state.hi
         quantile = jax.vmap(_quantile, in_axes=(0, 0, None))
-        low = quantile(state.counts, state.limit, np.float32(1 - percent / 100))
-        high = quantile(state.counts, state.limit, np.float32(percent / 100))
+        share = np.float32(1 - percent / 100)
+        low = quantile(state.counts, state.limit, share)
+        # From the far end: a share next to 1 has no digits left in float32.
+        high = -quantile(state.counts[:, ::-1], state.limit, share)
         # A bin reaches beyond the numbers in it.
         return jnp.maximum(low, state.lo), jnp.minimum(high, state.hi)
 
@@ -81,13 +86,14 @@ def mse_range(spec: QuantSpec, *, candidates: int = 80, bins: int = 2048) -> Obs
     r"""Observes the range whose quantization has the least mean squared error.
 
     Of the ranges :math:`c\,[\min, \max]`, with :math:`c` from 0.05 to 1, it takes the
-    one that minimizes :math:`\sum_i n_i (\hat x_i - x_i)^2` over a histogram. Clipping
-    a few numbers pays where codes are few: the choice for 4 bits and less.
+    one that minimizes :math:`\sum_i n_i (\hat x_i - x_i)^2` over the histogram that
+    `percentile` describes, of numbers in the middle of their bins. Clipping a few
+    numbers pays where codes are few: the choice for 4 bits and less.
 
     Args:
       spec: Format that the range is for, without blocks.
-      candidates: Number of ranges that are tried.
-      bins: Number of bins, a multiple of 4.
+      candidates: Number of ranges that are tried, evenly spaced.
+      bins: Number of bins, a power of two.
 
     Returns:
       The observer; its state is a `HistogramState`.
@@ -113,7 +119,7 @@ def mse_range(spec: QuantSpec, *, candidates: int = 80, bins: int = 2048) -> Obs
         raise ValueError(f"candidates must be at least 2; got {candidates}")
     shares = np.linspace(0.05, 1, candidates, dtype=np.float32)
     # Of one group there is one scale.
-    single = QuantSpec(**{**vars(spec), "channel_axis": None, "rounding": "half_even"})
+    single = dataclasses.replace(spec, channel_axis=None, rounding="half_even")
 
     def find_one(counts, limit, lo, hi):
         centers = _edges(limit, bins)[:-1] + limit / bins
@@ -136,11 +142,11 @@ def mse_range(spec: QuantSpec, *, candidates: int = 80, bins: int = 2048) -> Obs
 
 def _observer(spec: QuantSpec, bins: int, find: Any) -> Observer:
     check_observable(spec)
-    if bins < 8 or bins % 4:
-        raise ValueError(f"bins must be a multiple of 4, at least 8; got {bins}")
+    if bins < 8 or bins & (bins - 1):
+        raise ValueError(f"bins must be a power of two, at least 8; got {bins}")
 
     def init(shape: tuple[int, ...]) -> HistogramState:
-        groups = max(1, *spec.params_shape(shape), 1)
+        groups = math.prod(spec.params_shape(shape))
         infinite = jnp.full(groups, np.float32(np.inf))
         return HistogramState(
             counts=jnp.zeros((groups, bins), jnp.float32),
@@ -151,7 +157,11 @@ def _observer(spec: QuantSpec, bins: int, find: Any) -> Observer:
         )
 
     def update(state: HistogramState, x: Any) -> HistogramState:
-        groups = as_groups(as_float32(x), spec)
+        x = as_float32(x)
+        check_entries(x)
+        known = () if spec.channel_axis is None else state.lo.shape
+        check_channels(known, x, spec)
+        groups = as_groups(x, spec)
         counts, limit = jax.vmap(_add)(state.counts, state.limit, groups)
         return HistogramState(
             counts,
@@ -188,18 +198,21 @@ def _add(
 ) -> tuple[jax.Array, jax.Array]:
     finite = jnp.isfinite(x)
     magnitude = jnp.max(jnp.where(finite, jnp.abs(x), 0.0))
-    counts, limit = _widen(counts, limit, magnitude)
-    bins = counts.shape[0]
-    places = jnp.floor((x / limit + 1) * (bins / 2))
-    places = jnp.clip(jnp.where(finite, places, 0), 0, bins - 1).astype(jnp.int32)
-    new = jnp.zeros(bins, jnp.int32).at[places].add(finite.astype(jnp.int32))
+    # The least power of two above it; twice the largest of all would be infinite.
+    _, exponent = jnp.frexp(magnitude)
+    above = jnp.ldexp(np.float32(1), jnp.minimum(exponent, 127))
+    counts, limit = _widen(counts, limit, jnp.maximum(above, limit))
+    half = counts.shape[0] // 2
+    places = jnp.where(finite, jnp.floor(x / limit * half), 0).astype(jnp.int32)
+    places = jnp.clip(places, -half, half - 1) + half
+    new = jnp.zeros(2 * half, jnp.int32).at[places].add(finite.astype(jnp.int32))
     return counts + new.astype(jnp.float32), limit
 
 
 def _widen(
-    counts: jax.Array, limit: jax.Array, needed: jax.Array
+    counts: jax.Array, limit: jax.Array, wanted: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Doubles the limit until it holds a number, joining bins in pairs."""
+    """Doubles the limit until it is the wanted one, joining bins in pairs."""
     bins = counts.shape[0]
 
     def double(state):
@@ -208,12 +221,10 @@ def _widen(
         return jnp.pad(pairs, bins // 4), 2 * limit
 
     def narrow(state):
-        return state[1] < needed
+        return state[1] < wanted
 
     # An empty histogram has no bins to join: one step in place of a hundred.
-    _, exponent = jnp.frexp(jnp.maximum(needed, limit))
-    start = jnp.ldexp(jnp.ones_like(limit), exponent)
-    limit = jnp.where((counts.sum() == 0) & (needed > limit), start, limit)
+    limit = jnp.where(counts.sum() == 0, wanted, limit)
     return jax.lax.while_loop(narrow, double, (counts, limit))
 
 

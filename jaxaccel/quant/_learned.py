@@ -8,9 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxaccel.quant._fake_quant import fake_quant_p, in_range
-from jaxaccel.quant._qparams import QParams, as_float32, check_qparams, spread
-from jaxaccel.quant._quantize import check_input
+from jaxaccel.quant._fake_quant import fake_quant_p, in_range, vary_alike
+from jaxaccel.quant._qparams import (
+    QParams,
+    as_array,
+    as_float32,
+    check_qparams,
+    spread,
+)
+from jaxaccel.quant._quantize import check_input, round_to
 from jaxaccel.quant._ranges import sum_to_params
 from jaxaccel.quant._spec import QuantSpec
 
@@ -54,22 +60,24 @@ def lsq(x: ArrayLike, scale: ArrayLike, spec: QuantSpec) -> jax.Array:
         \frac{1}{\sqrt{N q_{max}}} \begin{cases} q - v & q_{min} \le v \le q_{max} \\
         q & \text{else} \end{cases}
 
-    summed over the :math:`N` entries that share the scale; the gradient of `x` is
-    1 in the range and 0 outside.
+    summed over the :math:`N` entries that share the scale (of a batch of
+    activations, all of its examples); the gradient of `x` is 1 in the range and 0
+    outside.
 
     Args:
       x: Floating numbers.
       scale: Positive, of the shape `spec.params_shape(x.shape)`; start at
         `lsq_init(x, spec)`. Inside `jit` its magnitude is taken.
-      spec: Format of the codes; symmetric, not stochastic.
+      spec: Format of the codes; symmetric, not stochastic, any scale.
 
     Returns:
       Numbers of the shape and dtype of `x`.
 
     Raises:
       TypeError: If `x` is not floating.
-      ValueError: If `spec` is not symmetric integer, or stochastic; if the scale has
-        another shape or, outside of `jit`, is not positive.
+      ValueError: If `spec` is not symmetric integer, is stochastic, or wants scales
+        that are powers of two; if the scale has another shape or, outside of `jit`,
+        is not positive.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -88,7 +96,7 @@ def lsq(x: ArrayLike, scale: ArrayLike, spec: QuantSpec) -> jax.Array:
     check_input(x, spec, None)
     zero = np.zeros(np.shape(scale), np.int32)
     check_qparams(QParams(scale, zero), np.shape(x), spec)
-    return _lsq(jnp.asarray(x), as_float32(scale), spec)
+    return _lsq(*vary_alike(as_array(x), as_float32(scale)), spec)
 
 
 def lsq_init(x: ArrayLike, spec: QuantSpec) -> jax.Array:
@@ -137,7 +145,7 @@ def _lsq_backward(spec, residuals, cotangent):
     size = jnp.maximum(jnp.abs(scale), _TINY)
     v = x.astype(jnp.float32) / spread(size, x.shape, spec)
     inside = in_range(x, size, jnp.zeros(size.shape, jnp.int32), spec)
-    code = jnp.clip(jnp.round(v), spec.qmin, spec.qmax)
+    code = jnp.clip(round_to(v, None, spec), spec.qmin, spec.qmax)
     slope = jnp.where(inside, code - v, code) * cotangent.astype(jnp.float32)
     factor = 1 / math.sqrt(shared_by(x.shape, spec) * spec.qmax)
     gradient = sum_to_params(slope, spec) * np.float32(factor)
@@ -192,7 +200,7 @@ def pact(x: ArrayLike, alpha: ArrayLike, spec: QuantSpec) -> jax.Array:
         )
     check_input(x, spec, None)
     check_qparams(QParams(alpha, np.zeros(np.shape(alpha), np.int32)), (), spec)
-    return _pact(jnp.asarray(x), as_float32(alpha), spec)
+    return _pact(*vary_alike(as_array(x), as_float32(alpha)), spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -219,8 +227,13 @@ _pact.defvjp(_pact_forward, _pact_backward)
 
 
 def _check_learned(name: str, spec: QuantSpec) -> None:
-    if not spec.symmetric or spec.is_float or spec.rounding == "stochastic":
+    if (
+        not spec.symmetric
+        or spec.is_float
+        or spec.rounding == "stochastic"
+        or spec.pow2_scale
+    ):
         raise ValueError(
-            f"{name} needs symmetric integer codes and no stochastic rounding; got "
-            f"{spec}"
+            f"{name} needs symmetric=True, pow2_scale=False, number_format='integer' "
+            f"and a rounding that is not stochastic; got {spec}"
         )

@@ -20,7 +20,7 @@ class RangeState(NamedTuple):
     Attributes:
       lo: Least number, float32 of the shape of the scales.
       hi: Largest number.
-      count: Number of updates, int32 scalar.
+      count: Number of updates of this device, int32 scalar.
     """
 
     lo: jax.Array
@@ -35,10 +35,13 @@ class Observer(NamedTuple):
       spec: Format that the range is for.
       init: `init(shape) -> state` for arrays of a shape (of its channel axis only the
         length matters).
-      update: `update(state, x) -> state`.
+      update: `update(state, x) -> state`; ValueError for an empty array, or one with
+        other channels than `init` was told.
       range: `range(state) -> (lo, hi)`; NaN before the first update.
       merge: `merge(state, axis_name) -> state`: inside `shard_map` or `vmap`, what one
-        observer would know that had seen the data of all devices.
+        observer would know that had seen the data of all devices. `minmax` and
+        `ema_minmax` may merge after every update; histograms are added, so merge
+        them once, at the end.
     """
 
     spec: QuantSpec
@@ -94,6 +97,7 @@ def minmax(spec: QuantSpec) -> Observer:
     check_observable(spec)
 
     def update(state: RangeState, x: Any) -> RangeState:
+        check_channels(state.lo.shape, x, spec)
         lo, hi = extremes(x, spec)
         return RangeState(
             jnp.minimum(state.lo, lo), jnp.maximum(state.hi, hi), state.count + 1
@@ -103,7 +107,7 @@ def minmax(spec: QuantSpec) -> Observer:
         return RangeState(
             jax.lax.pmin(state.lo, axis_name),
             jax.lax.pmax(state.hi, axis_name),
-            jax.lax.psum(state.count, axis_name),
+            jax.lax.pmax(state.count, axis_name),
         )
 
     return Observer(spec, lambda shape: empty_range(spec, shape), update, known, merge)
@@ -112,10 +116,10 @@ def minmax(spec: QuantSpec) -> Observer:
 def ema_minmax(spec: QuantSpec, *, decay: float = 0.99) -> Observer:
     r"""Observes moving averages of the batches' least and largest numbers.
 
-    .. math:: m \leftarrow d\,m + (1 - d)\min(x)
+    .. math:: m \leftarrow m + (1 - d)(\min(x) - m)
 
-    which starts with the first batch itself. Outliers of single batches count
-    little: the usual choice for quantization-aware training.
+    which starts with the first batch itself, not with 0. Outliers of single batches
+    count little: the usual choice for quantization-aware training.
 
     Args:
       spec: Format that the range is for, without blocks.
@@ -123,7 +127,7 @@ def ema_minmax(spec: QuantSpec, *, decay: float = 0.99) -> Observer:
 
     Returns:
       The observer; its state is a `RangeState`. Merging takes the mean over the
-      devices, each of which has seen batches of its own.
+      devices that have seen batches, each of its own.
 
     Raises:
       ValueError: If `spec` has blocks, or `decay` is not in [0, 1).
@@ -144,19 +148,26 @@ def ema_minmax(spec: QuantSpec, *, decay: float = 0.99) -> Observer:
     check_observable(spec)
     if not 0 <= decay < 1:
         raise ValueError(f"decay must be >= 0 and < 1; got {decay}")
-    kept, new = np.float32(decay), np.float32(1 - decay)
+    new = np.float32(1 - decay)
 
     def update(state: RangeState, x: Any) -> RangeState:
+        check_channels(state.lo.shape, x, spec)
         first = state.count == 0
         lo, hi = (
-            jnp.where(first, now, kept * jnp.where(first, 0.0, old) + new * now)
+            # The infinity that the state starts with must not meet arithmetic.
+            jnp.where(first, now, old + new * (now - jnp.where(first, now, old)))
             for old, now in zip(state[:2], extremes(x, spec), strict=True)
         )
         return RangeState(lo, hi, state.count + 1)
 
     def merge(state: RangeState, axis_name: Any) -> RangeState:
-        lo, hi = jax.lax.pmean((state.lo, state.hi), axis_name)
-        return RangeState(lo, hi, jax.lax.psum(state.count, axis_name))
+        seen = state.count > 0
+        devices = jax.lax.psum(seen.astype(jnp.float32), axis_name)
+        lo, hi = (
+            jax.lax.psum(jnp.where(seen, end, 0.0), axis_name) / jnp.maximum(devices, 1)
+            for end in state[:2]
+        )
+        return RangeState(lo, hi, jax.lax.pmax(state.count, axis_name))
 
     return Observer(spec, lambda shape: empty_range(spec, shape), update, known, merge)
 
@@ -176,6 +187,17 @@ def empty_range(spec: QuantSpec, shape: tuple[int, ...]) -> RangeState:
         jnp.full(shape, np.float32(-np.inf)),
         jnp.zeros((), jnp.int32),
     )
+
+
+def check_channels(known: tuple[int, ...], x: Any, spec: QuantSpec) -> None:
+    """Raises unless an array has as many channels as the state."""
+    wanted = spec.params_shape(np.shape(x))
+    if wanted != known:
+        raise ValueError(
+            f"the observer was made for arrays with scales of shape {known}; got one "
+            f"of shape {np.shape(x)}, whose scales are of shape {wanted}: tell init "
+            "the shape of the arrays"
+        )
 
 
 def check_observable(spec: QuantSpec) -> None:

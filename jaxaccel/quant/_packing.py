@@ -20,6 +20,7 @@ def pack_codes(codes: np.ndarray, spec: QuantSpec) -> np.ndarray:
       uint8, `ceil(codes.size * bits / 8)` bytes.
 
     Raises:
+      TypeError: If codes are no integers, or not the floating ones of the format.
       ValueError: If a code is out of range.
 
     Examples:
@@ -33,13 +34,19 @@ def pack_codes(codes: np.ndarray, spec: QuantSpec) -> np.ndarray:
       [1, -2, 7]
     """
     codes = np.asarray(codes)
-    if spec.is_float or spec.bits == 16:
-        return np.frombuffer(codes.astype(spec.storage_dtype).tobytes(), np.uint8)
+    if spec.is_float:
+        if codes.dtype != spec.storage_dtype:
+            raise TypeError(f"codes must be {spec.storage_dtype}; got {codes.dtype}")
+        return np.frombuffer(codes.tobytes(), np.uint8)
+    if not np.issubdtype(codes.dtype, np.integer):
+        raise TypeError(f"codes must be integers; got {codes.dtype}")
     if codes.size and (codes.min() < spec.qmin or codes.max() > spec.qmax):
         raise ValueError(
             f"codes must be from {spec.qmin} to {spec.qmax}; got {codes.min()} to "
             f"{codes.max()}"
         )
+    if spec.bits == 16:
+        return np.frombuffer(codes.astype(spec.storage_dtype).tobytes(), np.uint8)
     raw = (codes.astype(np.int16).ravel() & 0xFF).astype(np.uint8)
     bits = np.unpackbits(raw[:, None], axis=1, bitorder="little")[:, : spec.bits]
     return np.packbits(bits.ravel(), bitorder="little")

@@ -34,7 +34,8 @@ def compute_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec) -> QParams:
         z = \mathrm{clip}(\mathrm{round}(q_{min} - l / s))
 
     and with symmetry :math:`s = \max(|l|, |h|) / q_{max}, z = 0`. A range of 0 alone
-    has scale 1; no scale is below the least normal float32, `2**-126`.
+    has scale 1; no scale is below the least normal float32, `2**-126`. A scale that
+    has to be a power of two is rounded up.
 
     Args:
       lo: Lowest number, of the shape that `spec.params_shape` tells.
@@ -133,12 +134,20 @@ def spread(values: jax.Array, shape: tuple[int, ...], spec: QuantSpec) -> jax.Ar
 
 def as_float32(x: ArrayLike) -> jax.Array:
     """Returns the numbers as float32; float64 of NumPy as well."""
-    return jnp.asarray(x, jnp.float32)
+    return as_array(x, jnp.float32)
+
+
+def as_array(x: ArrayLike, dtype: Any = None) -> jax.Array:
+    """Returns an array of jax; float64 beyond float32 becomes infinite, silently."""
+    with np.errstate(over="ignore"):
+        return jnp.asarray(x, dtype)
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether values are known, that is not inside of a transformation."""
-    return not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct))
+    """Whether values can be looked at: outside of transformations, on this host."""
+    if isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        return False
+    return getattr(x, "is_fully_addressable", True)
 
 
 def _usable(scale: jax.Array, extent: jax.Array, spec: QuantSpec) -> jax.Array:
@@ -147,8 +156,9 @@ def _usable(scale: jax.Array, extent: jax.Array, spec: QuantSpec) -> jax.Array:
     if not spec.pow2_scale:
         return scale
     mantissa, exponent = jnp.frexp(scale)
-    exponent = exponent - (mantissa == 0.5).astype(exponent.dtype)
-    return jnp.ldexp(jnp.ones_like(scale), exponent)
+    exponent = exponent + (mantissa > 0.5).astype(exponent.dtype)
+    # The next power of two of the largest numbers would be infinite.
+    return jnp.ldexp(jnp.ones_like(scale), jnp.minimum(exponent, 128) - 1)
 
 
 _TINY = np.float32(2.0**-126)
@@ -161,7 +171,8 @@ def _check_range(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec) -> None:
         )
     if not (is_concrete(lo) and is_concrete(hi)):
         return
-    low, high = np.asarray(lo, np.float32), np.asarray(hi, np.float32)
+    with np.errstate(over="ignore"):
+        low, high = np.asarray(lo, np.float32), np.asarray(hi, np.float32)
     for name, value in (("lo", low), ("hi", high)):
         if not np.isfinite(value).all():
             raise ValueError(

@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxaccel.quant._qparams import QParams, check_qparams, is_concrete, spread
+from jaxaccel.quant._qparams import (
+    QParams,
+    as_float32,
+    check_qparams,
+    is_concrete,
+    spread,
+)
 from jaxaccel.quant._spec import QuantSpec
 
 
@@ -46,11 +52,11 @@ def quantize(
     """
     check_input(x, spec, key)
     check_qparams(qparams, np.shape(x), spec)
-    if is_concrete(x) and np.isnan(np.asarray(x, np.float32)).any():
+    if is_concrete(x) and np.isnan(np.asarray(x)).any():
         raise ValueError("x must not hold NaN: it has no code")
     noise = draw(key, np.shape(x), spec)
     scale, zero = as_arrays(qparams)
-    return encode(jnp.asarray(x, jnp.float32), scale, zero, noise, spec=spec)
+    return encode(as_float32(x), scale, zero, noise, spec=spec)
 
 
 def dequantize(
@@ -136,6 +142,8 @@ def round_to(ratio: jax.Array, noise: jax.Array | None, spec: QuantSpec) -> jax.
 
 def check_input(x: ArrayLike, spec: QuantSpec, key: jax.Array | None) -> None:
     """Raises unless there are floating numbers, and a key where one is needed."""
+    if not (hasattr(x, "dtype") or isinstance(x, (bool, int, float, complex))):
+        raise TypeError(f"x must be an array; got {type(x).__name__}")
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"x must be floating numbers; got {dtype}")
@@ -155,5 +163,5 @@ def draw(
 
 def as_arrays(qparams: QParams) -> tuple[jax.Array, jax.Array]:
     """Returns scale and zero point as float32 and int32 arrays of jax."""
-    scale = jnp.asarray(qparams.scale, jnp.float32)
-    return scale, jnp.asarray(qparams.zero_point, jnp.int32)
+    zero = jnp.asarray(qparams.zero_point, jnp.int32)
+    return as_float32(qparams.scale), zero

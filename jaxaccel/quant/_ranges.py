@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxaccel.quant._qparams import QParams, as_float32, compute_qparams
@@ -38,9 +39,14 @@ def array_qparams(x: ArrayLike, spec: QuantSpec) -> QParams:
 def extremes(x: ArrayLike, spec: QuantSpec) -> tuple[jax.Array, jax.Array]:
     """Returns least and largest entry of each group that shares a scale."""
     x = as_float32(x)
+    check_entries(x)
+    return _reduce(jnp.min, x, spec), _reduce(jnp.max, x, spec)
+
+
+def check_entries(x: jax.Array) -> None:
+    """Raises ValueError for an array of size 0."""
     if x.size == 0:
         raise ValueError(f"an array without entries has no range; got shape {x.shape}")
-    return _reduce(jnp.min, x, spec), _reduce(jnp.max, x, spec)
 
 
 def sum_to_params(x: jax.Array, spec: QuantSpec) -> jax.Array:
@@ -50,6 +56,10 @@ def sum_to_params(x: jax.Array, spec: QuantSpec) -> jax.Array:
 
 def as_groups(x: jax.Array, spec: QuantSpec) -> jax.Array:
     """Returns the entries as `(groups, entries)`, for one scale or one a channel."""
+    sharding = jax.typeof(x).sharding
+    if any(axis is not None for axis in sharding.spec):
+        # On a mesh of Explicit axes a split array cannot be reshaped.
+        x = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
     if spec.channel_axis is None:
         return x.reshape(1, -1)
     axis = spec.positive_channel_axis(x.ndim)

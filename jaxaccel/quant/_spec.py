@@ -27,7 +27,7 @@ class QuantSpec:
       signed: Codes from :math:`-2^{b-1}` to :math:`2^{b-1}-1`, else from 0 to
         :math:`2^b-1`.
       symmetric: The zero point is 0 and the range :math:`\pm` the largest
-        magnitude, which the code `qmax` then stands for exactly.
+        magnitude, whose code is `qmax`.
       narrow_range: Leave out the lowest code, so that signed codes are symmetric
         about 0: -127 to 127 for 8 bits.
       channel_axis: Axis with a scale for each of its entries; -1, the output
