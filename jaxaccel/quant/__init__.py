@@ -1,7 +1,11 @@
 """Quantization: fake-quant inside the step, and an integer network at the end."""
 
 from jaxaccel.quant._fake_quant import fake_quant
+from jaxaccel.quant._graph import GraphSize, IntGraph
+from jaxaccel.quant._graph_builder import IntGraphBuilder
 from jaxaccel.quant._histogram import HistogramState, mse_range, percentile
+from jaxaccel.quant._integer import integer_apply
+from jaxaccel.quant._integer_simulate import simulate
 from jaxaccel.quant._learned import lsq, lsq_init, pact, ste_round
 from jaxaccel.quant._observers import Observer, RangeState, ema_minmax, minmax
 from jaxaccel.quant._packing import pack_codes, unpack_codes
@@ -24,11 +28,14 @@ from jaxaccel.quant._spec import (
 __all__ = (
     "FP8_E4M3",
     "FP8_E5M2",
+    "GraphSize",
     "HistogramState",
     "INT16_ACTIVATION",
     "INT4_WEIGHT",
     "INT8_ACTIVATION",
     "INT8_WEIGHT",
+    "IntGraph",
+    "IntGraphBuilder",
     "Observer",
     "QParams",
     "QTensor",
@@ -40,6 +47,7 @@ __all__ = (
     "dequantize",
     "ema_minmax",
     "fake_quant",
+    "integer_apply",
     "lsq",
     "lsq_init",
     "minmax",
@@ -50,6 +58,7 @@ __all__ = (
     "quantize",
     "quantize_multiplier",
     "requantize",
+    "simulate",
     "ste_round",
     "unpack_codes",
 )
