@@ -100,8 +100,10 @@ def _not_embedded(field: Any, why: str) -> str:
     if not (missing and {"bytes", "path"} <= set(children)):
         return ""
     return (
-        ". The file may hold paths in place of images: embed them when it is written, "
-        "or open the folder of images itself"
+        ". The file may hold paths in place of images. Write it again with the "
+        "content of each image as 'bytes' (Hugging Face: map "
+        "datasets.table.embed_table_storage over the data set in the format 'arrow', "
+        "then to_parquet), or open the folder of images itself"
     )
 
 

@@ -55,7 +55,8 @@ class FileStore(Store):
 
     def __reduce__(self):
         path, options = self._source.path.absolute(), self._source.options
-        return reopen, (self._opener, path, options, self._stamp)
+        kept = {"_address": self._address}
+        return reopen, (self._opener, path, options, self._stamp), kept
 
     def fingerprint(self) -> str:
         """See `Store.fingerprint`."""

@@ -45,6 +45,25 @@ file and fetch it again.
         return f"{self.path}: {self.reason} ({where}). {self.remedy}"
 
 
+def fetched_from(address: str, error: ValueError) -> ValueError:
+    """The error for a fetched file, of which the path in the cache says little.
+
+    Args:
+      address: Where it came from.
+      error: What is wrong with it.
+    """
+    if isinstance(error, DataCorruptionError):
+        reason = f"{error.reason}, as fetched from {address}"
+        named: ValueError = DataCorruptionError(
+            error.path, error.record, error.offset, reason, error.remedy
+        )
+    else:
+        named = ValueError(f"{address}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        named.add_note(note)
+    return named
+
+
 def empty_file(path: str | os.PathLike[str]) -> DataCorruptionError:
     """The error for a file of no bytes, or of no records."""
     return DataCorruptionError(

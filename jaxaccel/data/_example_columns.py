@@ -169,10 +169,19 @@ def check_record(record: Record, columns: Mapping[str, ExampleColumn]) -> None:
             kind = record.features[column.feature].kind
             count = record.count(column.feature)
             raise ValueError(
-                f"{record}: column {name!r} is {column.kind} {_text(column.spec)} in "
-                f"the first record, but here {count} {_UNITS[kind]}; a column has one "
-                "shape: leave it out by naming the others in columns"
+                f"{record}: column {name!r} holds {_meaning(column)} in the first "
+                f"record, but here {count} {_UNITS[kind]}; a column has one shape: "
+                "leave it out by naming the others in columns"
             )
+
+
+def _meaning(column: ExampleColumn) -> str:
+    count = math.prod(column.spec.shape)
+    if column.kind in _NUMBERS:
+        return f"{count} {_UNITS[column.kind]}"
+    if column.kind == "image":
+        return f"an encoded image ({_text(column.spec)})"
+    return f"{count * column.spec.dtype.itemsize} bytes ({_text(column.spec)})"
 
 
 _UNITS = {"bytes": "bytes", "int64": "integers", "float": "floats"}

@@ -59,11 +59,12 @@ class MappedStore(ArrayStore):
             "checked": self._checked,
             "rows": self._rows,
             "class_names": self.class_names,
+            "address": self._address,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         MappedStore.__init__(self, state["sources"], checksums=state["checked"])
-        self.class_names = state["class_names"]
+        self.class_names, self._address = state["class_names"], state["address"]
         rows = state["rows"]
         if rows and max(rows[0], rows[-1]) >= self._length:
             raise ValueError(

@@ -1,10 +1,9 @@
 """open_store: one call for arrays, files, folders and sharded files."""
 
-import contextlib
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from jaxaccel.data import (
     _tfrecord,
 )
 from jaxaccel.data._arrays import ArrayStore
-from jaxaccel.data._errors import DataCorruptionError, empty_file
+from jaxaccel.data._errors import empty_file, fetched_from
 from jaxaccel.data._files import is_idx
 from jaxaccel.data._formats import PACKED, Format, OpenOptions
 from jaxaccel.data._integers import cast_integers
@@ -148,8 +147,16 @@ def open_store(
             f"open_store takes a path or a mapping of columns, got "
             f"{type(source).__name__}; name the columns: open_store({{'image': x}})"
         )
-    with _located(source):
-        return open_all(resolve(source, FORMATS[format] if format else None), options)
+    chosen = FORMATS[format] if format else None
+    address = str(source) if _remote.is_remote(source) else None
+    try:
+        store = open_all(resolve(source, chosen), options)
+    except ValueError as error:
+        if address is None or address in str(error):
+            raise
+        raise fetched_from(address, error) from error
+    store._address = address
+    return store
 
 
 def resolve(
@@ -292,24 +299,6 @@ def open_all(files: list[tuple[Path, Format]], options: OpenOptions) -> Store:
         for store in stores:
             store.close()
         raise
-
-
-@contextlib.contextmanager
-def _located(source: str | os.PathLike[str]) -> Iterator[None]:
-    # Of a remote file, the path in the cache alone says little.
-    try:
-        yield
-    except DataCorruptionError as error:
-        if not _remote.is_remote(source):
-            raise
-        reason = f"{error.reason}, as fetched from {source}"
-        raise DataCorruptionError(
-            error.path, error.record, error.offset, reason, error.remedy
-        ) from error
-    except ValueError as error:
-        if not _remote.is_remote(source) or str(source) in str(error):
-            raise
-        raise ValueError(f"{source}: {error}") from error
 
 
 def _check_content(path: Path, chosen: Format) -> None:

@@ -183,18 +183,40 @@ def _shard_names(address: str, name: str) -> list[str]:
 def _describe(system: Any, address: str) -> _Remote:
     name = address.partition("?")[0].rstrip("/").rpartition("/")[2]
     if _is_http(system):
-        with _explained(address):
-            stream = _stream(system, address, {})
-        with stream:
-            headers = stream.r.headers
-            size, encoding = headers.get("Content-Length"), "Content-Encoding"
-            info = {"size": int(size)} if size and encoding not in headers else {}
-            info |= {tag: headers[tag] for tag in _VERSIONS if tag in headers}
+        info = _http_info(system, address)
     else:
         with _explained(address):
             info = system.info(address)
     version = {tag: str(info[tag]) for tag in _VERSIONS if info.get(tag)}
     return _Remote(address, name, info.get("size"), version)
+
+
+def _http_info(system: Any, address: str) -> dict[str, Any]:
+    # A signed address may allow nothing but GET. Of the content, one byte is enough.
+    try:
+        with _explained(address):
+            stream = _stream(system, address, {"Range": "bytes=0-0"})
+    except OSError as error:
+        # An empty file has no first byte.
+        if getattr(error.__cause__, "status", None) != 416:
+            raise
+        with _explained(address):
+            stream = _stream(system, address, {})
+    with stream:
+        found, part = stream.r.headers, stream.r.status == 206
+        if part:
+            # Then the connection can be used again.
+            with _explained(address):
+                stream.read(1)
+    size = found.get("Content-Length")
+    if part:
+        size = found.get("Content-Range", "").rpartition("/")[2]
+    known = size and size.isdecimal() and "Content-Encoding" not in found
+    # The checksum may be that of the part.
+    tags = [tag for tag in _VERSIONS if not (part and tag == "Content-MD5")]
+    return {"size": int(size) if known else None} | {
+        tag: found[tag] for tag in tags if tag in found
+    }
 
 
 def _all(work: Callable[[Any, threading.Event], Any], items: list[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxaccel.data._checks import as_count
+from jaxaccel.data._errors import fetched_from
 from jaxaccel.data._fresh import checked_copy
 
 _SMALL = 1 << 14
@@ -61,6 +62,8 @@ class Store(abc.ABC):
     """
 
     class_names: tuple[str, ...] | None = None
+    # Where its files were fetched from.
+    _address: str | None = None
     # Whether a subclass is not of this package, so that it may return what it keeps.
     _copies: bool
     # What the indices in a column stand for, where the file says so.
@@ -156,12 +159,18 @@ class Store(abc.ABC):
 
     def _checked_read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         # What stores that read from this one call.
-        batch = self._read(rows)
+        try:
+            batch = self._read(rows)
+        except ValueError as error:
+            raise self._located(error) from error.__cause__
         return checked_copy(self, batch, len(rows)) if self._copies else batch
 
     def _checked_scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         if not self._copies:
-            yield from self._scan(size)
+            try:
+                yield from self._scan(size)
+            except ValueError as error:
+                raise self._located(error) from error.__cause__
             return
         batches = iter(self._scan(size))
         for start in range(0, len(self), size):
@@ -174,6 +183,11 @@ class Store(abc.ABC):
                 f"{type(self).__name__}._scan({size}) goes on after the store's "
                 f"{len(self)} examples; it must read each once"
             )
+
+    def _located(self, error: ValueError) -> ValueError:
+        if self._address is None or self._address in str(error):
+            return error
+        return fetched_from(self._address, error)
 
     def _scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         # Formats that read faster in order override this.

@@ -3,13 +3,22 @@
 import contextlib
 import http.server
 import os
+import pickle
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from jaxaccel.data import ColumnSpec, DataCorruptionError, _remote, convert, open_store
+from jaxaccel.data import (
+    BatchPlan,
+    ColumnSpec,
+    DataCorruptionError,
+    Loader,
+    _remote,
+    convert,
+    open_store,
+)
 from jaxaccel.data._store import Store
 
 fsspec = pytest.importorskip("fsspec")
@@ -20,7 +29,7 @@ class Server:
     """What the test wants of the server, and what was asked of it."""
 
     def __init__(self):
-        self.files, self.requests = {}, []
+        self.files, self.requests, self.sent = {}, [], []
         self.ranges, self.etags = True, True
         # How many bytes of each answer arrive before it breaks off or stalls.
         self.cuts, self.stall = [], None
@@ -45,18 +54,31 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.end_headers()
             return
         content = control.files[name]
-        start = int(asked[6:].split("-")[0]) if asked and control.ranges else 0
-        self.send_response(206 if start else 200)
+        start, stop, part = 0, len(content), False
+        if asked and control.ranges:
+            part = True
+            first, last = asked.removeprefix("bytes=").split("-")
+            start, stop = int(first), min(int(last) + 1 if last else stop, stop)
+        if start >= stop and part:
+            self.send_response(416)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(206 if part else 200)
         if control.etags:
             self.send_header("ETag", f'"{hash(content)}"')
-        self.send_header("Content-Length", str(len(content) - start))
+        if part:
+            whole = len(content)
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{whole}")
+        self.send_header("Content-Length", str(stop - start))
         self.end_headers()
-        self.send(content[start:], start)
+        self.send(content[start:stop], start)
 
     def send(self, content, start):
         control = self.control
         keep = control.cuts.pop(0) if control.cuts else None
         sent = content if keep is None else content[:keep]
+        control.sent.append(len(sent))
         for first in range(0, len(sent), 40_000):
             time.sleep(control.piece_seconds)
             if control.stall is not None and start + first >= control.stall:
@@ -121,6 +143,49 @@ def test_a_file_is_fetched_once(server, image, tmp_path):
     names = [name for name, _ in server.requests]
     assert names == ["image.npy", "image.npy.crc.npz", "image.npy", "image.npy"]
     assert cached(tmp_path) == ["image.npy"]
+
+
+def test_opening_again_asks_for_one_byte(server, image):
+    address = f"{server.address}/image.npy"
+    open_store(address)
+    assert server.sent == [1, len(server.files["image.npy"])]
+    open_store(address)
+    assert server.requests[-1] == ("image.npy", "bytes=0-0")
+    assert server.sent[2:] == [1]
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_empty_file_is_named(server, ranges):
+    server.files["empty.npy"], server.ranges = b"", ranges
+    with pytest.raises(DataCorruptionError, match="the file is empty.*http://"):
+        open_store(f"{server.address}/empty.npy")
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".tfrecord", ".npy"])
+def test_damage_found_while_reading_names_the_address(server, rng, tmp_path, suffix):
+    array = rng.integers(0, 9, (40, 5000), dtype=np.uint8)
+    made = tmp_path / ("x" if suffix == ".npy" else f"x{suffix}")
+    convert({"x": array}, made, progress=False).close()
+    if suffix == ".npy":
+        made = made / "x.npy"
+    content = bytearray(made.read_bytes())
+    content[150_000] ^= 1
+    server.files[made.name] = bytes(content)
+    sidecar = made.with_name(f"{made.name}.crc.npz")
+    server.files[sidecar.name] = sidecar.read_bytes()
+    address = f"{server.address}/{made.name}"
+    store = open_store(address)
+    for each in (store, pickle.loads(pickle.dumps(store)), store[1:]):
+        with pytest.raises(DataCorruptionError) as caught:
+            for start in range(len(each)):
+                each.take([start])
+        assert str(caught.value).count(address) == 1
+        assert caught.value.record is not None
+    with pytest.raises(DataCorruptionError, match=address):
+        list(store.scan(5))
+    with pytest.raises(DataCorruptionError, match=address):
+        with Loader(store, BatchPlan(len(store), 8, epochs=1)) as loader:
+            list(loader)
 
 
 @pytest.mark.parametrize("etags", [True, False])

@@ -92,6 +92,16 @@ def test_a_flipped_bit_is_found_in_its_block_only(file, block):
         checksums.check_all(data)
 
 
+def test_blocks_between_two_that_were_compared_are_compared(file):
+    flip(file, BLOCK + 5)
+    checksums, data = load(file), mapped(file)
+    ends = np.array([0, 2 * BLOCK])
+    checksums.check(data, ends, ends + 10)
+    checksums.check(data, np.array([3, len(data)]), np.array([BLOCK, len(data)]))
+    with pytest.raises(DataCorruptionError, match="checksum"):
+        checksums.check(data, np.array([10]), np.array([2 * BLOCK + 10]))
+
+
 @hypothesis.given(st.data())
 def test_exactly_the_touched_blocks_are_compared(tmp_path_factory, data):
     # Damage everywhere: whatever is touched must fail, nothing else is looked at.
