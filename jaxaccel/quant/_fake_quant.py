@@ -13,7 +13,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.typing import ArrayLike
 
-from jaxaccel.quant._qparams import QParams, as_array, check_qparams, spread
+from jaxaccel.quant._qparams import (
+    QParams,
+    as_array,
+    check_qparams,
+    divide,
+    spread,
+)
 from jaxaccel.quant._quantize import as_arrays, check_input, decode, draw, encode
 from jaxaccel.quant._spec import QuantSpec
 
@@ -103,7 +109,7 @@ def in_range(
     x: jax.Array, scale: jax.Array, zero: jax.Array, spec: QuantSpec
 ) -> jax.Array:
     """Returns where numbers are within the range of the codes, edges included."""
-    ratio = x.astype(jnp.float32) / spread(scale, x.shape, spec)
+    ratio = divide(x.astype(jnp.float32), spread(scale, x.shape, spec))
     lo, hi = jnp.float32(spec.qmin), jnp.float32(spec.qmax)
     if not spec.is_float:
         zeros = spread(zero, x.shape, spec).astype(jnp.float32)

@@ -198,9 +198,10 @@ def _add(
 ) -> tuple[jax.Array, jax.Array]:
     finite = jnp.isfinite(x)
     magnitude = jnp.max(jnp.where(finite, jnp.abs(x), 0.0))
-    # The least power of two above it; twice the largest of all would be infinite.
+    # The least power of two above it. Further up the inverse of it is no normal number,
+    # which flushes to 0: there numbers beyond count in the outer bins.
     _, exponent = jnp.frexp(magnitude)
-    above = jnp.ldexp(np.float32(1), jnp.minimum(exponent, 127))
+    above = jnp.ldexp(np.float32(1), jnp.minimum(exponent, 126))
     counts, limit = _widen(counts, limit, jnp.maximum(above, limit))
     half = counts.shape[0] // 2
     places = jnp.where(finite, jnp.floor(x / limit * half), 0).astype(jnp.int32)

@@ -14,6 +14,7 @@ from jaxaccel.quant._qparams import (
     as_array,
     as_float32,
     check_qparams,
+    divide,
     spread,
 )
 from jaxaccel.quant._quantize import check_input, round_to
@@ -143,7 +144,7 @@ def _lsq_forward(x, scale, spec):
 def _lsq_backward(spec, residuals, cotangent):
     x, scale = residuals
     size = jnp.maximum(jnp.abs(scale), _TINY)
-    v = x.astype(jnp.float32) / spread(size, x.shape, spec)
+    v = divide(x.astype(jnp.float32), spread(size, x.shape, spec))
     inside = in_range(x, size, jnp.zeros(size.shape, jnp.int32), spec)
     code = jnp.clip(round_to(v, None, spec), spec.qmin, spec.qmax)
     slope = jnp.where(inside, code - v, code) * cotangent.astype(jnp.float32)
@@ -205,7 +206,8 @@ def pact(x: ArrayLike, alpha: ArrayLike, spec: QuantSpec) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _pact(x, alpha, spec):
-    scale = jnp.maximum(jnp.abs(alpha), _TINY) / np.float32(spec.qmax)
+    scale = divide(jnp.abs(alpha), np.float32(spec.qmax))
+    scale = jnp.maximum(scale, _TINY)
     return fake_quant_p.bind(x, scale, jnp.int32(0), spec=spec)
 
 

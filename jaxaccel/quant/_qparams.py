@@ -66,13 +66,13 @@ def compute_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec) -> QParams:
     lo, hi = as_float32(lo), as_float32(hi)
     if spec.symmetric:
         largest = jnp.maximum(jnp.abs(lo), jnp.abs(hi))
-        scale = _usable(largest / np.float32(spec.qmax), largest, spec)
+        scale = _usable(divide(largest, np.float32(spec.qmax)), largest, spec)
         return QParams(scale, jnp.zeros(scale.shape, jnp.int32))
     lo, hi = jnp.minimum(lo, 0.0), jnp.maximum(hi, 0.0)
     steps = np.float32(spec.qmax - spec.qmin)
     # Divided apart: the difference of two large bounds overflows.
-    scale = _usable(hi / steps - lo / steps, hi - lo, spec)
-    zero = jnp.round(spec.qmin - lo / scale)
+    scale = _usable(divide(hi, steps) - divide(lo, steps), hi - lo, spec)
+    zero = jnp.round(spec.qmin - divide(lo, scale))
     zero = jnp.clip(zero, spec.qmin, spec.qmax).astype(jnp.int32)
     return QParams(scale, zero)
 
@@ -130,6 +130,17 @@ def spread(values: jax.Array, shape: tuple[int, ...], spec: QuantSpec) -> jax.Ar
         return values
     axis = spec.positive_channel_axis(len(shape))
     return values.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+
+def divide(x: jax.Array, by: ArrayLike) -> jax.Array:
+    """Returns the quotient rounded once, the same inside and outside of `jit`.
+
+    Compiled, a plain `x / by` multiplies by the inverse of a constant or spread `by`:
+    half of the quotients are then an ulp off, and codes near ties other ones.
+    """
+    one = np.float32(1)
+    # A divisor that depends on x has no inverse to compute beforehand.
+    return x / jnp.where(jnp.isnan(x), one, by)
 
 
 def as_float32(x: ArrayLike) -> jax.Array:

@@ -10,6 +10,7 @@ from jaxaccel.quant._qparams import (
     QParams,
     as_float32,
     check_qparams,
+    divide,
     is_concrete,
     spread,
 )
@@ -109,7 +110,7 @@ def encode(
     spec: QuantSpec,
 ) -> jax.Array:
     """Returns codes, with nothing checked."""
-    ratio = x / spread(scale, x.shape, spec)
+    ratio = divide(x, spread(scale, x.shape, spec))
     if spec.is_float:
         # Beyond its largest number float8 would be NaN or infinite.
         return jnp.clip(ratio, spec.qmin, spec.qmax).astype(spec.storage_dtype)
