@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxaccel.data._decode import Where
 from jaxaccel.data._errors import DataCorruptionError, empty_file
 from jaxaccel.data._example_reader import ExampleReader
 from jaxaccel.data._example_writer import ExampleWriter
@@ -27,6 +28,8 @@ class ArrayRecordStore(Store):
 
     The format has checksums of its own, which are compared whenever it is read.
     """
+
+    _sampled = "spread"
 
     def __init__(self, path: Path, options: OpenOptions):
         self._path, self._options = path, options
@@ -74,14 +77,20 @@ class ArrayRecordStore(Store):
             rows = np.arange(start, min(start + size, self._length))
             yield self._columns(self._records(rows, in_order=True), rows)
 
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        return self._examples.sample(*self._joined(self._records(rows), rows))
+
     def _columns(self, records: list[bytes], rows: np.ndarray) -> dict[str, np.ndarray]:
+        return self._examples.read(*self._joined(records, rows))
+
+    def _joined(
+        self, records: list[bytes], rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Where]:
         lengths = np.fromiter(map(len, records), np.int64, len(records))
         data = np.frombuffer(b"".join(records), np.uint8)
         starts = np.cumsum(lengths) - lengths
         # Where a record is in the file, the package does not say.
-        return self._examples.read(
-            data, starts, lengths, lambda i: (self._path, int(rows[i]), 0)
-        )
+        return data, starts, lengths, lambda i: (self._path, int(rows[i]), 0)
 
     def _records(self, rows: np.ndarray, in_order: bool = False) -> list[bytes]:
         reader = self._opened()

@@ -31,7 +31,7 @@ class ArrayStore(Store):
       [8]
     """
 
-    _sampled = True
+    _sampled = "spread"
 
     def __init__(self, columns: Mapping[str, np.ndarray]):
         _check_columns(columns)

@@ -14,7 +14,7 @@ from jaxaccel.data._decode import decode_images
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import OpenOptions
 from jaxaccel.data._sidecar import Checksums
-from jaxaccel.data._store import aligned_empty
+from jaxaccel.data._store import aligned_empty, encoded_name
 
 # Small enough for a core's cache, so that the second copy costs little.
 _GATHER_BYTES = 1 << 18
@@ -209,6 +209,22 @@ def find_blobs(
     starts = segments.starts[chunks] + low
     _check(segments.memory, source, starts, high - low, records)
     return starts, starts + high - low
+
+
+def sample_rows(
+    column: Column,
+    segments: Segments,
+    chunks: np.ndarray,
+    within: np.ndarray,
+    records: np.ndarray,
+    source: Source,
+) -> tuple[str, Any]:
+    """A name, and examples as `read_rows` gives them, or images as they are."""
+    place = chunks, within, records, source
+    if not column.encoded:
+        return column.name, read_rows(column, segments, *place)
+    pairs = zip(*find_blobs(segments, *place), strict=True)
+    return encoded_name(column.name), [segments.memory[i:j] for i, j in pairs]
 
 
 def first_blob(segments: Segments, source: Source) -> np.ndarray:

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from jaxaccel.data._arrow_buffers import (
     Source,
     read_rows,
     read_stretches,
+    sample_rows,
 )
 from jaxaccel.data._arrow_columns import Column
 from jaxaccel.data._errors import DataCorruptionError, empty_file
@@ -76,6 +78,8 @@ class ArrowStore(FileStore):
       segments: Where each column is, by name.
     """
 
+    _sampled = "spread"
+
     def __init__(
         self,
         opener: Opener,
@@ -99,6 +103,13 @@ class ArrowStore(FileStore):
             if rows[-1] - rows[0] == len(rows) - 1 and (rows[1:] > rows[:-1]).all():
                 return self._read_stretch(int(rows[0]), int(rows[-1]) + 1)
         return self._read_rows(self._columns, rows)
+
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        chunks = np.searchsorted(self._ends, rows, side="right")
+        place = chunks, rows - self._firsts[chunks], rows, self._source
+        return dict(
+            sample_rows(c, self._segments[c.name], *place) for c in self._columns
+        )
 
     def _read_rows(
         self, columns: Iterable[Column], rows: np.ndarray
@@ -153,6 +164,8 @@ class ChunkedStore(FileStore):
       counts: See `FileStore`.
     """
 
+    _sampled = "first"
+
     def __init__(
         self,
         opener: Opener,
@@ -205,6 +218,19 @@ class ChunkedStore(FileStore):
             c.name: read_rows(c, loaded[c.name], zeros, rows - first, rows, source)
             for c in self._columns
         }
+
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        chunks = np.searchsorted(self._ends, rows, side="right")
+        out: dict[str, list[Any]] = {}
+        # In order, so that each chunk is decoded once and the rows stay in theirs.
+        for chunk in np.unique(chunks).tolist():
+            mine = rows[chunks == chunk]
+            loaded, source = self._loaded(chunk, len(mine)), self._chunk_source(chunk)
+            place = np.zeros_like(mine), mine - self._firsts[chunk], mine, source
+            for c in self._columns:
+                name, values = sample_rows(c, loaded[c.name], *place)
+                out.setdefault(name, []).extend(values)
+        return dict(out)
 
     def _loaded(self, chunk: int, rows: int) -> Mapping[str, Segments]:
         # Two threads that need the same chunk decode it once.

@@ -169,6 +169,9 @@ class MemoryCache(Store):
     def __setstate__(self, state: dict[str, Any]) -> None:
         MemoryCache.__init__(self, state["store"], state["max_bytes"])
 
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        return self._store._sample(rows)
+
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         slots = self._slots[rows] - 1
         if (slots >= 0).all():

@@ -16,7 +16,7 @@ from jaxaccel.data._example_columns import (
     whole_record,
 )
 from jaxaccel.data._formats import OpenOptions
-from jaxaccel.data._store import aligned_empty
+from jaxaccel.data._store import aligned_empty, encoded_name
 from jaxaccel.data._tf_example import (
     ExampleError,
     Feature,
@@ -86,16 +86,42 @@ class ExampleReader:
           DataCorruptionError: If a record is damaged.
           ValueError: If a record holds something else than the first.
         """
-        out = {
-            name: aligned_empty((len(starts), *spec.shape), spec.dtype)
-            for name, spec in self.spec.items()
-        }
-        images = [name for name, c in self._columns.items() if c.kind == "image"]
-        blobs: dict[str, list[Any]] = {name: [None] * len(starts) for name in images}
+        out, blobs = self._gathered(data, starts, lengths, where)
+        for name, encoded in blobs.items():
+            spec = self.spec[name]
+            out[name] = aligned_empty((len(starts), *spec.shape), spec.dtype)
+            decode_images(
+                encoded,
+                out[name],
+                mode=self._options.image_mode,
+                image_size=self._options.image_size,
+                num_threads=self._options.num_threads,
+                where=where,
+            )
+        return {name: out[name] for name in self.spec}
+
+    def sample(
+        self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, where: Where
+    ) -> dict[str, Any]:
+        """Reads records as `read` does, but images without decoding them."""
+        out, blobs = self._gathered(data, starts, lengths, where)
+        return out | {encoded_name(name): found for name, found in blobs.items()}
+
+    def _gathered(
+        self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, where: Where
+    ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+        blobs: dict[str, list[Any]] = {}
+        out: dict[str, Any] = {}
+        for name, column in self._columns.items():
+            if column.kind == "image":
+                blobs[name] = [None] * len(starts)
+            else:
+                shape, dtype = column.spec
+                out[name] = aligned_empty((len(starts), *shape), dtype)
         for rows, features, records in self._groups(data, starts, lengths, where):
             for name, column in self._columns.items():
                 feature = features[column.feature]
-                if column.kind == "image":
+                if name in blobs:
                     for row, blob in zip(rows, _blobs(records, feature), strict=True):
                         blobs[name][row] = blob
                 else:
@@ -103,16 +129,7 @@ class ExampleReader:
                     places = rows if len(rows) < len(starts) else slice(None)
                     values = self._values(column, records, feature, where, rows)
                     out[name][places] = values
-        for name in images:
-            decode_images(
-                blobs[name],
-                out[name],
-                mode=self._options.image_mode,
-                image_size=self._options.image_size,
-                num_threads=self._options.num_threads,
-                where=where,
-            )
-        return out
+        return out, blobs
 
     def _groups(
         self, data: np.ndarray, starts: np.ndarray, lengths: np.ndarray, where: Where

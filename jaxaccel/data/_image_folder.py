@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from jaxaccel.data._decode import decode_images, probe_image
 from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import Format, OpenOptions
 from jaxaccel.data._integers import can_cast
-from jaxaccel.data._store import ColumnSpec, Store, aligned_empty, digest
+from jaxaccel.data._store import ColumnSpec, Store, aligned_empty, digest, encoded_name
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 # Folders of these names, with folders of images in them, are no classes.
@@ -42,6 +43,8 @@ class ImageFolderStore(Store):
         that this format does not have; or if the folders are `train`, `test` and so
         on, with the classes inside.
     """
+
+    _sampled = "spread"
 
     def __init__(self, root: Path, options: OpenOptions, *, tolerant: bool = False):
         self._root, self._options = root.absolute(), options
@@ -92,6 +95,16 @@ class ImageFolderStore(Store):
                 where=lambda i: (paths[i], int(rows[i]), 0),
             )
         return out
+
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        sample: dict[str, Any] = {}
+        if "label" in self.spec:
+            sample["label"] = self._labels[rows].astype(self.spec["label"].dtype)
+        if "image" in self.spec:
+            paths = [self._root / self._files[row] for row in rows.tolist()]
+            contents = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
+            sample[encoded_name("image")] = contents
+        return sample
 
     def _refuse_splits(self, folders: list[str], files: list[str]) -> None:
         direct = any(os.path.relpath(f, self._root).count(os.sep) < 2 for f in files)

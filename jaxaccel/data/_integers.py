@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,11 @@ class IntegerStore(Store):
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return self._cast(self._store._checked_read(rows), rows)
+
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        sample = self._store._sample(rows)
+        known = {name: np.array(x) for name, x in sample.items() if name in self.spec}
+        return sample | self._cast(known, rows)
 
     def _scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         for i, batch in enumerate(self._store._checked_scan(size)):

@@ -59,8 +59,8 @@ class Loader:
       stats: What the loader has done so far, a `LoaderStats`.
 
     Raises:
-      DataCorruptionError: If one of 16 examples that a memory-mapped store is asked
-        for at once is damaged.
+      DataCorruptionError: If one of the few examples that are read at once, so that
+        a state knows its data, is damaged.
       RuntimeError: If worker processes would start in a process that is itself
         being started, as without the guard.
       TypeError: If `store` is no `Store`, `plan` no `Plan`, `transform` no function,
@@ -185,8 +185,10 @@ class Loader:
         Returns:
           `{"step": n, "fingerprint": {...}}`, a JSON-able dict. `n` counts the
           batches that were yielded, not those that were prefetched. The
-          fingerprint tells the plan, the columns and, where the store holds arrays
-          (also in files), a checksum `content` of whole numbers in 16 examples.
+          fingerprint tells the plan, the columns and, as `content`, checksums of a
+          few examples: whole numbers, and encoded images as they are. Stores that
+          are decoded in chunks give those of the first examples only, stores of
+          your own none.
         """
         return make_state(self._step, self.plan, self.store.spec, self._content)
 

@@ -3,7 +3,7 @@
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,32 +24,51 @@ class LoaderState(dict[str, Any]):
         return json.dumps(self, indent=2)
 
 
-def sample_content(store: Store) -> int | None:
-    """Computes a checksum of a few examples, which other data does not have.
+def sample_content(store: Store) -> dict[str, dict[str, int]]:
+    """Computes checksums of a few examples, which other data does not have.
 
     Args:
       store: The store.
 
     Returns:
-      The CRC-32 of the whole numbers and booleans in 16 examples, fewer where they
-      are large. It is the same on every machine; None for stores that decode, or
-      hold floats alone, whose last bits may differ.
+      By column, the CRC-32 of the `first` 16 examples and of 16 that are `spread`
+      over all, fewer where they are large; the same on every machine. Columns of
+      floats are left out, whose last bits may differ, and so are decoded images, in
+      whose place the encoded bytes stand. Stores that are decoded in chunks have no
+      `spread`; stores of other packages have neither.
     """
-    spec = {name: c for name, c in store.spec.items() if c.dtype.kind in "biu"}
-    if not store._sampled or not spec:
-        return None
-    size = sum(c.dtype.itemsize * math.prod(c.shape) for c in store.spec.values())
-    count = max(1, min(_SAMPLE, _SAMPLE_BYTES // max(size, 1)))
-    rows = np.unique(np.linspace(0, len(store) - 1, count).astype(np.int64))
-    batch, checksum = store.take(rows), 0
-    for name in sorted(spec):
-        little = batch[name].astype(batch[name].dtype.newbyteorder("<"), copy=False)
+    spec = store.spec.values()
+    size = sum(c.dtype.itemsize * math.prod(c.shape) for c in spec)
+    count = max(1, min(_SAMPLE, _SAMPLE_BYTES // max(size, 1), len(store)))
+    spread = np.linspace(0, len(store) - 1, count).astype(np.int64)
+    places = {"first": np.arange(count), "spread": np.unique(spread)}
+    content = {}
+    for place in {"none": [], "first": ["first"], "spread": [*places]}[store._sampled]:
+        try:
+            sample = store._sample(places[place])
+        except ValueError as error:
+            raise store._located(error) from error.__cause__
+        found = {name: _checksum(values) for name, values in sample.items()}
+        content[place] = {name: crc for name, crc in found.items() if crc is not None}
+    return content
+
+
+def _checksum(values: Iterable[Any]) -> int | None:
+    checksum = 0
+    for value in values:
+        array = np.asarray(value)
+        if array.dtype.kind not in "biu":
+            return None
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         checksum = zlib.crc32(np.ascontiguousarray(little).data, checksum)
     return checksum
 
 
 def make_state(
-    step: int, plan: Plan, spec: Mapping[str, ColumnSpec], content: int | None = None
+    step: int,
+    plan: Plan,
+    spec: Mapping[str, ColumnSpec],
+    content: Mapping[str, Mapping[str, int]] | None = None,
 ) -> LoaderState:
     """Describes a position so that it can be restored, and refused elsewhere.
 
@@ -68,8 +87,8 @@ def make_state(
     fingerprint["columns"] = {
         name: f"{column.dtype}{list(column.shape)}" for name, column in spec.items()
     }
-    if content is not None:
-        fingerprint["content"] = content
+    if content:
+        fingerprint["content"] = {place: dict(crcs) for place, crcs in content.items()}
     return LoaderState(step=step, fingerprint=fingerprint)
 
 
@@ -77,7 +96,7 @@ def read_state(
     state: Mapping[str, Any] | str | bytes,
     plan: Plan,
     spec: Mapping[str, ColumnSpec],
-    content: int | None = None,
+    content: Mapping[str, Mapping[str, int]] | None = None,
 ) -> int:
     """Checks a state against a plan and a store.
 
@@ -85,7 +104,7 @@ def read_state(
       state: What `make_state` returned, possibly through JSON, or that JSON itself.
       plan: The plan to continue with.
       spec: The columns of the store to continue with.
-      content: What `sample_content` returned of it; compared where both have one.
+      content: What `sample_content` returned of it; compared where both have it.
 
     Returns:
       The step to continue at.
@@ -104,15 +123,15 @@ def read_state(
     step, theirs = state["step"], state["fingerprint"]
     if not isinstance(theirs, Mapping):
         raise ValueError(f"the state's fingerprint must be a dict, got {theirs!r}")
-    ours = make_state(0, plan, spec, content)["fingerprint"]
-    if "content" not in ours.keys() & theirs.keys():
-        theirs = {name: x for name, x in theirs.items() if name != "content"}
-        ours.pop("content", None)
+    ours = make_state(0, plan, spec)["fingerprint"]
+    theirs = dict(theirs)
+    saved = theirs.pop("content", None)
     differing = [
         f"{name}: saved {theirs.get(name)!r}, now {ours.get(name)!r}"
-        for name in sorted(ours | dict(theirs))
+        for name in sorted(ours | theirs)
         if theirs.get(name) != ours.get(name)
     ]
+    differing += _other_content(saved, content)
     if differing:
         raise ValueError(
             "the state was saved from another plan or store and would continue with "
@@ -127,6 +146,21 @@ def read_state(
             "steps; give the plan more epochs"
         )
     return step
+
+
+def _other_content(
+    saved: Any, now: Mapping[str, Mapping[str, int]] | None
+) -> list[str]:
+    # Formats differ in what they tell cheaply.
+    found = []
+    for place, crcs in (now or {}).items():
+        theirs = saved.get(place) if isinstance(saved, Mapping) else None
+        for name in sorted(crcs.keys() & (theirs or {}).keys()):
+            old, new = (theirs or {})[name], crcs[name]
+            if old != new:
+                what = f"content of the {place} examples of column {name!r}"
+                found.append(f"{what}: saved {old}, now {new}")
+    return found
 
 
 def _parse(text: str | bytes) -> Any:

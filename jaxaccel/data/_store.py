@@ -15,6 +15,7 @@ from jaxaccel.data._errors import fetched_from
 from jaxaccel.data._fresh import checked_copy
 
 _SMALL = 1 << 14
+_SAMPLES = ("none", "first", "spread")
 
 
 class ColumnSpec(NamedTuple):
@@ -68,8 +69,9 @@ class Store(abc.ABC):
     _copies: bool
     # What the indices in a column stand for, where the file says so.
     _words: Mapping[str, tuple[str | None, ...]] = {}
-    # Whether reading a few rows is cheap, and gives the same bytes on any machine.
-    _sampled = False
+    # Which rows are cheap to sample for `sample_content`: "none" of them, the "first"
+    # ones where they come in chunks, or those "spread" over all.
+    _sampled: str = "none"
 
     def __init__(self, spec: Mapping[str, ColumnSpec]):
         # A plain dict, because stores are pickled and a read-only view cannot be.
@@ -184,6 +186,11 @@ class Store(abc.ABC):
                 f"{len(self)} examples; it must read each once"
             )
 
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        # For each column, and each row, bytes that are the same on any machine.
+        # Stores that decode images give these as they are, under `encoded_name`.
+        return dict(self._checked_read(rows))
+
     def _located(self, error: ValueError) -> ValueError:
         if self._address is None or self._address in str(error):
             return error
@@ -214,6 +221,9 @@ class SliceStore(Store):
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return self._store._checked_read(self._rows.start + self._rows.step * rows)
 
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        return self._store._sample(self._rows.start + self._rows.step * rows)
+
 
 class ConcatStore(Store):
     """Stores with the same columns, one after the other, as of sharded files.
@@ -238,7 +248,7 @@ class ConcatStore(Store):
             _check_words(stores[0], number, store)
         super().__init__(stores[0].spec)
         self._stores, self._words = tuple(stores), stores[0]._words
-        self._sampled = all(store._sampled for store in stores)
+        self._sampled = min((store._sampled for store in stores), key=_SAMPLES.index)
         if len({store.class_names for store in stores}) == 1:
             self.class_names = stores[0].class_names
         self._ends = np.cumsum([len(store) for store in stores])
@@ -269,6 +279,17 @@ class ConcatStore(Store):
             for name, array in self._part(int(part), rows[places]).items():
                 out[name][places] = array
         return out
+
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        found: dict[str, list[Any]] = {}
+        for row in rows.tolist():
+            part = int(np.searchsorted(self._ends, row, side="right"))
+            start = int(self._ends[part]) - len(self._stores[part])
+            sample = self._stores[part]._sample(np.array([row - start]))
+            for name, values in sample.items():
+                found.setdefault(name, []).extend(values)
+        # Where one part has encoded images and another one pixels, neither is whole.
+        return {name: x for name, x in found.items() if len(x) == len(rows)}
 
     def _part(self, part: int, rows: np.ndarray) -> dict[str, np.ndarray]:
         start = int(self._ends[part]) - len(self._stores[part])
@@ -320,6 +341,11 @@ def slice_range(rows: object, length: int) -> range:
             f"{length}; choose a slice inside the store"
         )
     return range(length)[rows]
+
+
+def encoded_name(name: str) -> str:
+    """What samples call a column of images that were not decoded."""
+    return f"{name} (encoded)"
 
 
 def digest(parts: Any) -> str:

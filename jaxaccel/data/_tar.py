@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxaccel.data._errors import DataCorruptionError
 from jaxaccel.data._formats import Format, OpenOptions
 from jaxaccel.data._record_index import MappedFile, cached_index
 from jaxaccel.data._sidecar import Checksums
-from jaxaccel.data._store import Store, aligned_empty, digest
+from jaxaccel.data._store import Store, aligned_empty, digest, encoded_name
 from jaxaccel.data._tar_columns import TarColumn, choose_columns, npy_header
 from jaxaccel.data._tar_index import BLOCK, Samples, find_samples
 from jaxaccel.data._tar_writer import TarWriter
@@ -45,6 +46,8 @@ class TarStore(Store):
     all others must have them. A link stands for the member that it refers to.
     """
 
+    _sampled = "spread"
+
     def __init__(self, path: Path, options: OpenOptions):
         self._file, self._options = MappedFile(path), options
         head = bytes(self._file.data[:6])
@@ -72,15 +75,28 @@ class TarStore(Store):
         """See `Store.close`."""
         self._file.close()
 
-    def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def _read(
+        self, rows: np.ndarray, names: Iterable[str] | None = None
+    ) -> dict[str, np.ndarray]:
         readers = {"image": self._images, "label": self._labels, "npy": self._arrays}
         out = {}
-        for name, column in self._columns.items():
+        for name in self._columns if names is None else names:
+            column = self._columns[name]
             starts, sizes = column.starts[rows], column.sizes[rows]
             self._check(starts, starts + sizes, rows)
             shape = (len(rows), *column.spec.shape)
             out[name] = aligned_empty(shape, column.spec.dtype)
             readers[column.kind](column, rows, out[name])
+        return out
+
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        images = {n: c for n, c in self._columns.items() if c.kind == "image"}
+        out: dict[str, Any] = self._read(rows, [*self._columns.keys() - images])
+        for name, column in images.items():
+            starts = column.starts[rows]
+            self._check(starts, starts + column.sizes[rows], rows)
+            contents = [self._content(column, row) for row in rows.tolist()]
+            out[encoded_name(name)] = contents
         return out
 
     def _images(self, column: TarColumn, rows: np.ndarray, out: np.ndarray) -> None:

@@ -30,6 +30,8 @@ _SUFFIXES = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
 class TFRecordStore(Store):
     """The records of one TFRecord file; `ExampleReader` says what they may hold."""
 
+    _sampled = "spread"
+
     def __init__(self, path: Path, options: OpenOptions):
         self._file, self._options = MappedFile(path), options
         head = bytes(self._file.data[:2])
@@ -66,6 +68,12 @@ class TFRecordStore(Store):
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return self._columns(self._file.data, 0, rows)
+
+    def _sample(self, rows: np.ndarray) -> dict[str, Any]:
+        frames = self._frames(self._file.data, 0, rows)
+        frames.check(self._options.checksums)
+        place = frames.starts, frames.lengths, frames.where
+        return self._reader.sample(self._file.data, *place)
 
     def _scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         # Reading into one buffer again and again is faster than the mapping, whose

@@ -170,7 +170,7 @@ def test_state_survives_json_other_epochs_and_other_process_counts():
     with Loader(store, BatchPlan(12, 4, seed=3, epochs=1)) as loader:
         next(loader)
         state = json.loads(json.dumps(loader.get_state()))
-    assert len(json.dumps(state)) < 300
+    assert len(json.dumps(state)) < 400
     whole = BatchPlan(12, 4, seed=3, epochs=5)
     parts = [
         BatchPlan(12, 4, seed=3, epochs=5, process_index=k, process_count=2)
@@ -244,7 +244,7 @@ def test_a_state_of_other_data_of_the_same_shape_is_refused(tmp_path):
             loader.set_state(state)
     other = ArrayStore({**arrays, "image": 1 + whole["image"]})
     with Loader(other, plan) as loader:
-        with pytest.raises(ValueError, match="content: saved [0-9]+, now [0-9]+"):
+        with pytest.raises(ValueError, match="content of .*: saved [0-9]+, now [0-9]+"):
             loader.set_state(state)
         del state["fingerprint"]["content"]
         loader.set_state(state)
@@ -258,7 +258,7 @@ def test_resident_data_and_loader_agree_on_the_content():
         with DeviceDataset(store).batches(plan) as batches:
             assert batches.get_state() == state
         with DeviceDataset(other).batches(plan) as batches:
-            with pytest.raises(ValueError, match="content: saved"):
+            with pytest.raises(ValueError, match="content of .*: saved"):
                 batches.set_state(state)
         # Rebuilt, as by a transformation, it does not know any more.
         rebuilt = jax.tree.map(lambda x: x, DeviceDataset(store))
