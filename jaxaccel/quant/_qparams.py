@@ -169,7 +169,8 @@ def _usable(scale: jax.Array, extent: jax.Array, spec: QuantSpec) -> jax.Array:
     mantissa, exponent = jnp.frexp(scale)
     exponent = exponent + (mantissa > 0.5).astype(exponent.dtype)
     # The next power of two of the largest numbers would be infinite.
-    return jnp.ldexp(jnp.ones_like(scale), jnp.minimum(exponent, 128) - 1)
+    power = jnp.ldexp(jnp.ones_like(scale), jnp.minimum(exponent, 128) - 1)
+    return jnp.where(jnp.isnan(scale), scale, power)
 
 
 _TINY = np.float32(2.0**-126)
