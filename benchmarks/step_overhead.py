@@ -13,7 +13,8 @@ Parts, each with a record of its own:
               plain optax   the same without donation, the loss read every 50 steps
               our step      make_train_step in a bare `for`
               our loop      train.run with Meter and MetricBuffer
-              keras         Keras 3 on jax, `train_on_batch`, where it is installed
+  keras     The dense net again, against Keras 3 on jax: `train_on_batch` and `fit`.
+            Left out of `all` where it is not installed: pip install keras.
   calls     steps_per_call=16 against 1, on the dense net
   memory    compiled temporary bytes of accumulation and rematerialization, exact
   guard     compiled bytes of a guarded step over those of an unguarded one, exact
@@ -22,6 +23,7 @@ Times are of whole loops, in turns; ratios are medians over rounds.
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -47,7 +49,7 @@ READ_EVERY = 50
 def main(arguments: list[str] | None = None) -> list[Record]:
     options = parse(arguments)
     records = []
-    for part in PARTS if options.part == "all" else [options.part]:
+    for part in all_parts() if options.part == "all" else [options.part]:
         record = PARTS[part](options)
         print(record.to_json() if options.json else record.table(), flush=True)
         records.append(record)
@@ -72,6 +74,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.steps is not None and options.steps < 1:
         parser.error("--steps must be at least 1")
     return options
+
+
+def all_parts() -> list[str]:
+    installed = importlib.util.find_spec("keras") is not None
+    return [part for part in PARTS if part != "keras" or installed]
 
 
 # ------------------------------------------------------------------------ networks
@@ -152,8 +159,6 @@ def overhead(options: argparse.Namespace, network: str) -> Record:
         "our step": our_step(module, batches, steps),
         "our loop": our_loop(module, batches, steps),
     }
-    if importlib.util.find_spec("keras"):
-        contenders["keras"] = in_keras(module, batches, steps)
     times = interleave(contenders, rounds=options.rounds)
     rounds = {k: [1e3 * t / steps for t in v] for k, v in times.items()}
     bound = BOUNDS[network]
@@ -257,31 +262,81 @@ def our_loop(module, batches, steps) -> Callable[[], Any]:
     return run
 
 
-def in_keras(module, batches, steps) -> Callable[[], Any]:
-    os.environ["KERAS_BACKEND"] = "jax"
-    import keras  # type: ignore[import-not-found]
-
-    layers = [keras.Input(batches[0]["image"].shape[1:])]
-    if isinstance(module, Conv):
-        layers += [
-            keras.layers.Conv2D(n, 3, 2, padding="same", activation="relu")
-            for n in (16, 32, 64)
-        ]
-    layers.append(keras.layers.Flatten())
-    if isinstance(module, Dense):
-        layers.append(keras.layers.Dense(128, activation="relu"))
-    model = keras.Sequential([*layers, keras.layers.Dense(10)])
-    model.compile(
-        keras.optimizers.SGD(1e-3, momentum=0.9),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+def against_keras(options: argparse.Namespace) -> Record:
+    module, shape, steps = NETWORKS["dense"]
+    steps = options.steps or steps
+    batches = make_batches(shape)
+    contenders = {
+        "by hand": by_hand(module, batches, steps, donate=True, read_every=None),
+        "our loop": our_loop(module, batches, steps),
+        **in_keras(batches, steps),
+    }
+    times = interleave(contenders, rounds=options.rounds)
+    rounds = {k: [1e3 * t / steps for t in v] for k, v in times.items()}
+    ratio = paired_ratio(rounds["keras, fit"], rounds["our loop"])
+    return Record.create(
+        "step_overhead_keras",
+        "Our loop takes less time than that of Keras 3 on jax, on a short step",
+        verdict="helps" if ratio.low > 1 else "no evidence",
+        parameters={
+            "rounds": options.rounds,
+            "steps": steps,
+            "batch": list(shape),
+            "keras": importlib.metadata.version("keras"),
+        },
+        unit="ms a step",
+        rounds=rounds,
+        ratios=[
+            "our loop / by hand",
+            "keras, fit / our loop",
+            "keras, train_on_batch / our loop",
+        ],
+        headline=[
+            Headline(
+                "Less time of `train.run` with meter and metrics, step of "
+                f"{np.median(rounds['by hand']):.2g} ms",
+                "`fit` of Keras 3 on jax",
+                "keras, fit / our loop",
+            )
+        ],
     )
-    arrays = [(np.asarray(b["image"]), np.asarray(b["label"])) for b in batches]
 
-    def run():
+
+def in_keras(batches: list[Any], steps: int) -> dict[str, Callable[[], Any]]:
+    """The dense net in both loops of Keras, over the same arrays on the device."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    try:
+        import keras  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ImportError("the part needs Keras 3: pip install keras") from error
+
+    def make_model() -> Any:
+        model = keras.Sequential(
+            [
+                keras.Input(batches[0]["image"].shape[1:]),
+                keras.layers.Flatten(),
+                keras.layers.Dense(128, activation="relu"),
+                keras.layers.Dense(10),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(1e-3, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+        return model
+
+    arrays = [(batch["image"], batch["label"]) for batch in batches]
+    fitted, stepped = make_model(), make_model()
+
+    def fit():
+        source = cycle(arrays, steps)
+        fitted.fit(source, steps_per_epoch=steps, shuffle=False, verbose=0)
+
+    def train_on_batch():
         for images, labels in cycle(arrays, steps):
-            model.train_on_batch(images, labels)
+            stepped.train_on_batch(images, labels)
 
-    return run
+    return {"keras, fit": fit, "keras, train_on_batch": train_on_batch}
 
 
 # ------------------------------------------------------------------------- calls
@@ -428,6 +483,7 @@ def accessed(compiled: Any) -> float:
 PARTS: dict[str, Callable[[argparse.Namespace], Record]] = {
     "overhead": lambda options: overhead(options, "dense"),
     "overhead_conv": lambda options: overhead(options, "conv"),
+    "keras": against_keras,
     "calls": calls,
     "memory": memory,
     "guard": guard,
