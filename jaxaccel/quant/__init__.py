@@ -1,5 +1,6 @@
 """Quantization: fake-quant inside the step, and an integer network at the end."""
 
+from jaxaccel.quant._c_code import to_c
 from jaxaccel.quant._fake_quant import fake_quant
 from jaxaccel.quant._graph import GraphSize, IntGraph
 from jaxaccel.quant._graph_builder import IntGraphBuilder
@@ -60,5 +61,6 @@ __all__ = (
     "requantize",
     "simulate",
     "ste_round",
+    "to_c",
     "unpack_codes",
 )
