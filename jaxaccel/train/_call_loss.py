@@ -35,7 +35,7 @@ def count_examples(batch: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def check_batch(batch: Any) -> None:
-    """Raises unless a batch is a dict of arrays of one length."""
+    """Raises unless a batch is a dict of arrays of one length, not empty."""
     if not isinstance(batch, Mapping) or not batch:
         raise TypeError(
             f"a batch is a dict of arrays, {{'image': ..., 'label': ...}}; got "
@@ -53,6 +53,8 @@ def check_batch(batch: Any) -> None:
         raise ValueError(
             f"every array of a batch needs the same leading batch axis; got {shapes}"
         )
+    if lengths == {(0,)}:
+        raise ValueError(f"the batch holds no examples; its shapes are {shapes}")
 
 
 @contextlib.contextmanager
@@ -95,7 +97,11 @@ def _check_result(result: Any) -> tuple[jax.Array, tuple[PyTree, dict]]:
         ) from error
     probes = metrics.pop("probes", {})
     for name, value in {"loss": loss, **metrics}.items():
-        if isinstance(value, (Mapping, str)) or jnp.iscomplexobj(value):
+        if (
+            value is None
+            or isinstance(value, (Mapping, str))
+            or jnp.iscomplexobj(value)
+        ):
             raise TypeError(
                 f"{name!r} must be a real scalar; got {type(value).__name__}. Metrics "
                 "are a flat dict"
@@ -105,6 +111,11 @@ def _check_result(result: Any) -> tuple[jax.Array, tuple[PyTree, dict]]:
                 f"{name!r} must be a scalar, the mean over the batch; got shape "
                 f"{jnp.shape(value)}. jaxaccel.train.masked_mean averages it"
             )
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(
+            f"'loss' must be a floating number; got {jnp.result_type(loss)}, which "
+            "has no gradient"
+        )
     taken = [name for name in RESERVED if name in metrics]
     if taken:
         raise TypeError(f"{taken} are names of the step's own metrics; rename yours")

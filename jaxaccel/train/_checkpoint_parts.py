@@ -53,9 +53,9 @@ def check_position(step: int, loader: Any) -> None:
         raise ValueError(
             f"the loader has handed out {position} batches, but the state has done "
             f"{step} steps: a resumed run would skip or repeat batches. Save after "
-            "the step that a batch went into, give the batches themselves (of "
-            "`to_device`, not the loader below), and start a new loader with a state "
-            "of step 0"
+            "the step that a batch went into; give the batches themselves (of "
+            "`to_device`, not the loader below), to `resume` and `restore` as well, as "
+            "loader=; and start a new loader with a state of step 0"
         )
 
 

@@ -59,6 +59,7 @@ def evaluate(
       ...     train.make_eval_step(loss_fn), state, [{"x": x[:3]}, {"x": x[3:]}]))
       {'loss': 2.0}
     """
+    check_batches(batches)
     state = state.with_average() if ema else state
     totals: dict[str, float] = collections.defaultdict(float)
     pending: collections.deque = collections.deque()
@@ -70,7 +71,13 @@ def evaluate(
     size = None
     for batch in batches:
         size = size or _length(batch)
-        pending.append(eval_step(state, _pad(batch, size)))
+        sums = eval_step(state, _pad(batch, size))
+        if not isinstance(sums, Mapping) or "weight" not in sums:
+            raise TypeError(
+                "eval_step must return sums and their weight: build it by "
+                "make_eval_step(task.eval_loss)"
+            )
+        pending.append(sums)
         if len(pending) > _IN_FLIGHT:
             collect()
     while pending:
@@ -81,6 +88,15 @@ def evaluate(
     if weight == 0:
         raise ValueError("every example is masked: there is nothing to average")
     return {name: total / weight for name, total in totals.items()}
+
+
+def check_batches(batches: Any) -> None:
+    """Raises unless batches can be iterated over, and are not a single one."""
+    if isinstance(batches, Mapping) or not hasattr(batches, "__iter__"):
+        raise TypeError(
+            "batches must be an iterable of batches, such as a Loader, "
+            f"store.scan(256) or [batch]; got {type(batches).__name__}"
+        )
 
 
 def _length(batch: Mapping[str, Any]) -> int:

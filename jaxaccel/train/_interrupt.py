@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM that arrive at a safe point of the loop."""
 
+import os
 import signal
 import sys
 import threading
@@ -73,6 +74,9 @@ class SafeInterrupt:
         # Came after the last check: still the user's wish.
         if kind is None:
             self.check()
+        elif kind is GeneratorExit and self._pending is not None:
+            # A generator that is closed, where Python would drop what is raised.
+            _send_soon(self._pending)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -83,6 +87,12 @@ class SafeInterrupt:
         print(
             f"\nstopping after this step; {again} again stops at once", file=sys.stderr
         )
+
+
+def _send_soon(number: int) -> None:
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
 
 
 def _raise(number: int) -> None:

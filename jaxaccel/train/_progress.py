@@ -99,7 +99,7 @@ def _status(
 ) -> str:
     parts = [f"{step}/{total} steps", f"{reading.examples_per_second:,.0f} examples/s"]
     if reading.steps:
-        left = (total - step) * reading.seconds / reading.steps
+        left = max(0, total - step) * reading.seconds / reading.steps
         parts.append(f"{left:.1f} s left" if left < 60 else f"{left / 60:.1f} min left")
     parts.append(f"{reading.starvation:.1%} starved")
     parts += [f"{name} {value:.3f}" for name, value in metrics.items()]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxaccel.train._checkpoint import Checkpoints
+from jaxaccel.train._evaluate import check_batches
 from jaxaccel.train._interrupt import SafeInterrupt
 from jaxaccel.train._meter import Meter
 from jaxaccel.train._progress import ProgressLine
@@ -16,6 +17,7 @@ from jaxaccel.train._run_checks import (
     check_edit,
     check_loss,
     check_start,
+    read_evaluation,
     total_steps,
 )
 from jaxaccel.train._trees import PyTree
@@ -69,7 +71,8 @@ def run(
     loop after a complete step, which `checkpoints` then hold. Ctrl-C and
     SIGTERM do the same, and then raise KeyboardInterrupt or SystemExit, so that
     what follows a complete training does not run. After `break`, or an error in the
-    body, nothing is saved.
+    body, nothing is saved; a loop kept in a variable holds Ctrl-C back until
+    `loop.close()`.
 
     **Resuming.** Go to the latest checkpoint before the loop, which then finds the
     evaluations of before on its own:
@@ -154,6 +157,7 @@ def run(
         check_first_loss,
     )
     total = total_steps(until, batches) if isinstance(progress, str) else until
+    check_batches(batches)
     check_start(state, batches, checkpoints)
 
     def watch(stack: contextlib.ExitStack) -> Watch:
@@ -258,7 +262,7 @@ def _loop(
             results = {}
             if options.evaluate and _due(before, i, options.evaluate_every):
                 with watch.paused():
-                    results = {k: float(x) for k, x in options.evaluate(state).items()}
+                    results = read_evaluation(options.evaluate(state))
                 evaluations.all.append(results)
                 watch.show(i, {f"evaluation/{k}": x for k, x in results.items()})
                 metrics = {**metrics, "evaluation": results}

@@ -68,6 +68,20 @@ def check_loss(i: int, metrics: Any) -> None:
         )
 
 
+def read_evaluation(results: Any) -> dict[str, float]:
+    """Returns what an evaluation returned as floats."""
+    if not isinstance(results, Mapping):
+        raise TypeError(
+            f"evaluate must return a dict of floats; got {type(results).__name__}"
+        )
+    try:
+        return {name: float(x) for name, x in results.items()}
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"evaluate must return a dict of floats; got {dict(results)}"
+        ) from error
+
+
 def check_edit(state: Any, edited: Any) -> None:
     """Raises unless an edited state fits the compiled step and the batches."""
     wrong = differences(describe_tree(state), describe_tree(edited), "before")

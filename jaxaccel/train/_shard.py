@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ class Layout:
             lambda x: self._put(x, NamedSharding(self.mesh, self.rule(x.shape))), params
         )
 
-    def constrain_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def constrain_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The same for a batch."""
         return {name: self._put(x, self.batch) for name, x in batch.items()}
 

@@ -308,6 +308,11 @@ def prepared_batch(
     if preprocess is not None:
         with missing_entries_explained(batch, "preprocess"):
             batch = preprocess(batch, key)
+        if not isinstance(batch, Mapping) or not batch:
+            raise TypeError(
+                "preprocess must return the batch, a dict of arrays, as in {**batch, "
+                f"'image': ...}}; got {type(batch).__name__}"
+            )
     return batch if sharding is None else sharding.constrain_batch(batch)
 
 
@@ -346,6 +351,10 @@ def _check_steps(steps_per_call: Any) -> None:
 
 
 def _check_probes(probes: Any) -> dict[str, Probe]:
+    if not isinstance(probes, Mapping | None):
+        raise TypeError(
+            f"probes must be a dict of functions by name; got {type(probes).__name__}"
+        )
     probes = dict(probes or {})
     for name, function in probes.items():
         if not callable(function):

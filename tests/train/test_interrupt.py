@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 
 import pytest
 
@@ -43,6 +44,18 @@ def test_the_handler_before_comes_back_and_errors_pass():
             signal.raise_signal(signal.SIGINT)
             raise ValueError("mine")
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_an_interrupt_before_a_break_arrives_after_it():
+    def loop():
+        with train.SafeInterrupt():
+            yield
+
+    with pytest.raises(KeyboardInterrupt):
+        for _ in loop():
+            signal.raise_signal(signal.SIGINT)
+            break
+        time.sleep(10)
 
 
 def test_other_threads_are_left_alone():

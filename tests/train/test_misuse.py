@@ -115,9 +115,46 @@ def test_evaluate_explains_batches_that_are_no_dicts(batch):
         train.evaluate(train.make_eval_step(mean_loss), state_of(), [batch])
 
 
+@pytest.mark.parametrize("returned", [None, np.ones(2), {}])
+def test_preprocess_returns_the_batch(returned):
+    step = train.make_train_step(
+        mean_loss, optax.sgd(0.1), preprocess=lambda batch, key: returned
+    )
+    with pytest.raises(TypeError, match="preprocess must return the batch"):
+        step(state_of(), {"x": np.ones(2, np.float32)})
+
+
+def test_a_batch_without_examples():
+    step = train.make_train_step(mean_loss, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"no examples.*\(0, 2\)"):
+        step(state_of(), {"x": np.ones((0, 2), np.float32)})
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("batches", [{"x": np.ones(2)}, 3])
+def test_batches_are_an_iterable_of_batches(batches):
+    with pytest.raises(TypeError, match=r"iterable of batches.*scan"):
+        train.evaluate(train.make_eval_step(mean_loss), state_of(), batches)
+    step = train.make_train_step(mean_loss, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"iterable of batches.*scan"):
+        train.run(step, state_of(), batches)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_evaluate_takes_an_evaluation_step():
+    step = train.make_train_step(mean_loss, optax.sgd(0.1))
+    batch = {"x": np.ones(2, np.float32)}
+    with pytest.raises(TypeError, match="build it by make_eval_step"):
+        train.evaluate(lambda state, batch: {"loss": jnp.ones(())}, state_of(), [batch])
+    with pytest.raises(ValueError, match="does not look at it"):
+        train.evaluate(step, state_of(), [batch])
+
+
 @pytest.mark.parametrize(
     ("value", "metrics", "message"),
     [
+        (1, {}, "'loss' must be a floating number; got int"),
+        (1.0, {"a": None}, "'a' must be a real scalar; got NoneType"),
         (1.0, {"a": {"b": jnp.ones(())}}, "'a' must be a real scalar; got dict"),
         (1j, {}, "'loss' must be a real scalar"),
     ],

@@ -30,7 +30,7 @@ def make_state(w=0.0):
     return train.TrainState.create({"w": jnp.float32(w)}, TX, key=jax.random.key(0))
 
 
-def make_batches(epochs=2, rows=12, **options):
+def make_batches(epochs: int | None = 2, rows=12, **options):
     store = data.ArrayStore({"x": np.arange(rows, dtype=np.float32)})
     plan = data.BatchPlan(rows, 2, seed=0, epochs=epochs)
     return data.to_device(data.Loader(store, plan), **options)
@@ -137,6 +137,56 @@ def test_stacked_steps_count_and_are_never_cut():
     assert why == "until" and [i for i, *_ in rows] == [3, 6] == calls
     np.testing.assert_allclose(ws(rows), ws(single)[2:6:3], rtol=1e-6)
     assert rows[0][2]["loss"].shape == (3,)
+
+
+def test_probes_of_stacked_steps_are_written_one_by_one():
+    """Scalars as metrics, arrays as histograms, each with the number of its step."""
+
+    def probe(params, grads, updates, batch):
+        return {"w": params["w"], "row": jnp.stack([grads["w"], updates["w"]])}
+
+    step = train.make_train_step(loss_fn, TX, steps_per_call=3, probes={"mine": probe})
+    seen = {}
+
+    class Histograms:
+        def scalars(self, step, values):
+            seen.setdefault(step, {}).update(values)
+
+        def histograms(self, step, values):
+            seen[step].update(values)
+
+    one = [{"x": np.full(2, x, np.float32)} for x in range(6)]
+    with train.MetricBuffer(Histograms(), every=4) as buffer:
+        loop = train.run(step, make_state(), train.stack_batches(one, 3), buffer=buffer)
+        for _ in loop:
+            pass
+    single, _ = exhaust(train.run(STEP, make_state(), one))
+    assert list(seen) == [1, 2, 3, 4, 5, 6]
+    before = [0.0, *ws(single)[:-1]]
+    got = [seen[i]["probes/mine/w"] for i in seen]
+    np.testing.assert_allclose(got, before, rtol=1e-6)
+    for i, (_, _, metrics) in zip(seen, single, strict=True):
+        assert seen[i]["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-6)
+        assert seen[i]["probes/mine/row"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        (None, "evaluate must return a dict of floats; got NoneType"),
+        ({"a": np.ones(2)}, "dict of floats; got {'a': array"),
+    ],
+)
+def test_evaluations_are_dicts_of_floats(results, message):
+    loop = train.run(
+        STEP,
+        make_state(),
+        [{"x": jnp.ones(2)}],
+        evaluate=lambda state: results,
+        evaluate_every=1,
+    )
+    with pytest.raises(TypeError, match=message):
+        next(loop)
 
 
 def test_evaluations_come_with_the_metrics_and_end_the_loop():

@@ -56,6 +56,7 @@ def test_a_policy_has_a_known_name():
     ("options", "message"),
     [
         ({"rematerialize": 3}, "name of a policy or a policy; got int"),
+        ({"probes": [len]}, "dict of functions by name; got list"),
         ({"probes": {"norm": 3}}, "probe 'norm' must be a function.*got int"),
     ],
 )
