@@ -20,8 +20,8 @@ class QParams(NamedTuple):
       zero_point: int32 of the same shape, the code of the number 0.
     """
 
-    scale: ArrayLike
-    zero_point: ArrayLike
+    scale: Any
+    zero_point: Any
 
 
 def compute_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec) -> QParams:

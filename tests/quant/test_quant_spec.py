@@ -250,7 +250,7 @@ def test_extreme_ranges_give_usable_scales(spec, largest):
     """No scale that flushes to 0, and none that overflows."""
     qparams = quant.compute_qparams(np.float32(-largest), np.float32(largest), spec)
     assert 2.0**-126 <= float(qparams.scale) < math.inf
-    x = np.float32([largest])
+    x = np.array([largest], np.float32)
     q = quant.quantize(x, qparams, spec)
     error = abs(float(quant.dequantize(q, qparams, spec)[0]) - float(x[0]))
     assert error <= float(qparams.scale) / 2 * 1.00001 + largest * 2**-23
@@ -292,7 +292,8 @@ def test_the_largest_power_of_two_is_finite():
 
 
 def test_each_channel_by_itself():
-    lo, hi = np.float32([-1.0, 0.0, -3.0]), np.float32([1.0, 2.0, -1.0])
+    lo = np.array([-1.0, 0.0, -3.0], np.float32)
+    hi = np.array([1.0, 2.0, -1.0], np.float32)
     spec = QuantSpec(channel_axis=-1)
     together = quant.compute_qparams(lo, hi, spec)
     for i in range(3):
