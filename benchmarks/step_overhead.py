@@ -404,16 +404,20 @@ def memory(options: argparse.Namespace) -> Record:
         "rematerialize='nothing_saveable'": {"rematerialize": "nothing_saveable"},
     }
     figures: dict[str, str | int | float] = {}
-    for name, settings in variants.items():
-        analysis = compiled_step(module, batch, **settings).memory_analysis()
+    analyses = {
+        name: compiled_step(module, batch, **settings).memory_analysis()
+        for name, settings in variants.items()
+    }
+    for name, analysis in analyses.items():
         figures[f"{name}: temporary MB"] = round(analysis.temp_size_in_bytes / 1e6, 2)
     for policy in ("everything_saveable", "dots_saveable", "nothing_saveable"):
         figures[f"kept for the backward pass, {policy}: MB"] = round(
             kept_bytes(module, batch, policy) / 1e6, 2
         )
-    donated = compiled_step(module, batch).memory_analysis()
     state = our_state(module, [batch])
-    figures["aliased by donation, bytes"] = int(donated.alias_size_in_bytes)
+    figures["aliased by donation, bytes"] = int(
+        analyses["as it is"].alias_size_in_bytes
+    )
     held = jax.tree.leaves((state.params, state.opt_state))
     figures["parameters and optimizer state, bytes"] = sum(x.nbytes for x in held)
     base = float(figures["as it is: temporary MB"])
