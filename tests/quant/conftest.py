@@ -79,7 +79,7 @@ def _residual(rng, last="codes"):
     x = b.concat([x, w, b.relu(x)], output=_range(-2.0, 3.0))
     x = b.average_pool(x, (1, 2), strides=1, padding=((0, 0), (1, 0)))
     x = b.global_average_pool(x, output=_range(-0.6, 1.0))
-    x = b.dense(x, _kernel(rng, 24, 5), rng.normal(size=5), output=_range(-3.0, 3.0))
+    x = b.dense(x, 6 * _kernel(rng, 24, 5), output=_range(-3.0, 3.0))
     ends = {"codes": lambda x: x, "argmax": b.argmax, "dequantize": b.dequantize}
     return b.build(ends[last](x))
 
