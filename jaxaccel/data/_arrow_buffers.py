@@ -160,7 +160,10 @@ def read_rows(
 
 
 def read_stretches(
-    column: Column, segments: Segments, stretches: Sequence[tuple[int, int, int]]
+    column: Column,
+    segments: Segments,
+    stretches: Sequence[tuple[int, int, int]],
+    count: int,
 ) -> np.ndarray:
     """Reads consecutive examples of equal size into a fresh array, unchecked.
 
@@ -168,20 +171,19 @@ def read_stretches(
       column: What they are, `leaf.kind == "fixed"`.
       segments: Where they are.
       stretches: Chunk, first example in it and number of examples of each part.
+      count: Number of examples in all.
 
     Returns:
       `(examples, *shape)`.
     """
     shape, dtype = column.spec
-    size, starts, done = column.size, segments.starts, 0
-    count = sum([stretch[2] for stretch in stretches])
+    size, memory, done = column.size, segments.memory, 0
     out = aligned_empty((count, *shape), dtype)
     raw = np.ndarray(count * size, np.uint8, out)
     for chunk, first, number in stretches:
-        start = starts.item(chunk) + first * size
-        stop = done + number * size
-        raw[done:stop] = segments.memory[start : start + number * size]
-        done = stop
+        start, length = segments.starts.item(chunk) + first * size, number * size
+        raw[done : done + length] = memory[start : start + length]
+        done += length
     return out
 
 

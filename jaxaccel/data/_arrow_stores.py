@@ -136,19 +136,28 @@ class ArrowStore(FileStore):
         return checksums is not None and not checksums.complete
 
     def _read_stretch(self, start: int, stop: int) -> dict[str, np.ndarray]:
-        parts, chunk = [], bisect.bisect_right(self._edges, start) - 1
-        position = start
-        while position < stop:
-            end = min(self._edges[chunk + 1], stop)
-            parts.append((chunk, position - self._edges[chunk], end - position))
-            chunk, position = chunk + 1, end
+        chunk, edges = bisect.bisect_right(self._edges, start) - 1, self._edges
+        if stop <= edges[chunk + 1]:
+            parts = [(chunk, start - edges[chunk], stop - start)]
+        else:
+            parts = self._parts(chunk, start, stop)
         out = {}
         for c in self._columns:
             if c.leaf.kind == "fixed":
-                out[c.name] = read_stretches(c, self._segments[c.name], parts)
+                out[c.name] = read_stretches(
+                    c, self._segments[c.name], parts, stop - start
+                )
             else:
                 out |= self._read_rows([c], np.arange(start, stop))
         return out
+
+    def _parts(self, chunk: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        parts = []
+        while start < stop:
+            end = min(self._edges[chunk + 1], stop)
+            parts.append((chunk, start - self._edges[chunk], end - start))
+            chunk, start = chunk + 1, end
+        return parts
 
 
 class ChunkedStore(FileStore):

@@ -1,6 +1,7 @@
 """The interface of all stores: named columns of equal length, read in batches."""
 
 import abc
+import ctypes
 import hashlib
 import json
 import math
@@ -392,5 +393,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     if size < _SMALL:
         return np.empty(shape, dtype)
     raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return np.ndarray(shape, dtype, raw, start)
+    # As raw.ctypes.data, in a third of the time.
+    address = ctypes.addressof(ctypes.c_char.from_buffer(raw.data))
+    return np.ndarray(shape, dtype, raw, -address % 64)
