@@ -43,7 +43,8 @@ def fake_quant(
       key: For stochastic rounding, which needs one.
 
     Returns:
-      Numbers of the shape and dtype of `x`, computed in float32. NaN gives 0.
+      Numbers of the shape and dtype of `x`, computed in float32. NaN stays NaN, with a
+      gradient of 0, so that a step's check for finite numbers finds it.
 
     Raises:
       TypeError: If `x` is not floating, or a zero point no integer.
@@ -121,7 +122,8 @@ def in_range(
 
 def _compute(x, scale, zero, noise=None, *, spec):
     q = encode(x.astype(jnp.float32), scale, zero, noise, spec=spec)
-    return decode(q, scale, zero, spec=spec).astype(x.dtype)
+    y = decode(q, scale, zero, spec=spec).astype(x.dtype)
+    return jnp.where(jnp.isnan(x), x, y)
 
 
 fake_quant_p = Primitive("fake_quant")
