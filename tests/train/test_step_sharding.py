@@ -111,7 +111,8 @@ def test_collectives_are_counted_and_state_is_donated(name, rng):
     step = train.make_train_step(TASK.train_loss, TX, sharding=layout)
     compiled = step.lower(state, jax.device_put(batch, layout.batch)).compile()
     counts = train.count_collectives(compiled)
-    assert counts["all-reduce"] >= 1
+    # Two of the batch norm, forward and backward; one of all gradients and metrics.
+    assert 1 <= counts["all-reduce"] <= 3
     assert ("all-gather" in counts) == (name == "fsdp")
     # Of one device: its part of the state.
     kept = sum(
