@@ -1,5 +1,6 @@
 """ArrayRecord files, read in batches through the `array_record` package."""
 
+import errno
 import importlib
 import os
 import re
@@ -14,7 +15,7 @@ from jaxaccel.data._errors import DataCorruptionError, empty_file
 from jaxaccel.data._example_reader import ExampleReader
 from jaxaccel.data._example_writer import ExampleWriter
 from jaxaccel.data._formats import Format, OpenOptions, WriteOptions
-from jaxaccel.data._store import ColumnSpec, Store, digest
+from jaxaccel.data._store import ColumnSpec, Store, closed_error, digest
 
 _SUFFIXES = (".array_record", ".arrayrecord")
 # The first 24 bytes of a Riegeli file: a block's header, whose content is fixed.
@@ -117,7 +118,7 @@ class ArrayRecordStore(Store):
 
     def _opened(self) -> Any:
         if self._closed:
-            raise ValueError(f"the store of {self._path} is closed; open it again")
+            raise closed_error(self._path)
         # Several threads may each make one, and read from it.
         reader = self._reader
         if reader is None:
@@ -155,7 +156,7 @@ class _Writer:
             for record in self._examples.records(batch):
                 self._writer.write(record)
         except RuntimeError as error:
-            raise OSError(f"writing {self._path} failed: {error}") from error
+            raise self._failure(error) from error
 
     def finish(self) -> None:
         self.abort()
@@ -166,7 +167,13 @@ class _Writer:
         try:
             self._writer.close()
         except RuntimeError as error:
-            raise OSError(f"writing {self._path} failed: {error}") from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: RuntimeError) -> OSError:
+        # The package says in words what the operating system said with a number.
+        known = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+        code = next((n for n in known if os.strerror(n) in str(error)), errno.EIO)
+        return OSError(code, f"writing failed: {error}", str(self._path))
 
 
 def _module() -> Any:

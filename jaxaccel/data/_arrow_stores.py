@@ -22,7 +22,7 @@ from jaxaccel.data._arrow_columns import Column
 from jaxaccel.data._errors import DataCorruptionError, empty_file
 from jaxaccel.data._formats import OpenOptions
 from jaxaccel.data._guards import DataWarning
-from jaxaccel.data._store import Store, aligned_empty, digest
+from jaxaccel.data._store import Store, aligned_empty, closed_error, digest
 
 Opener = Callable[[Path, OpenOptions], Store]
 Stamp = tuple[str, int, int]
@@ -90,13 +90,13 @@ class ArrowStore(FileStore):
         segments: Mapping[str, Segments],
     ):
         super().__init__(opener, source, stamp, columns, counts)
-        self._segments = dict(segments)
+        self._segments: dict[str, Segments] = dict(segments)
         # Numbers of Python are faster than NumPy's, one by one.
         self._edges = [0, *self._ends.tolist()]
 
     def close(self) -> None:
         """See `Store.close`."""
-        self._segments = {}
+        self._segments = _Closed(self._source.path)
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         if len(rows) and not self._unchecked():
@@ -160,6 +160,15 @@ class ArrowStore(FileStore):
         return parts
 
 
+class _Closed(dict[str, Segments]):
+    def __init__(self, path: Path):
+        super().__init__()
+        self._path = path
+
+    def __missing__(self, name: str) -> Segments:
+        raise closed_error(self._path)
+
+
 class ChunkedStore(FileStore):
     """A file whose chunks are decoded as a whole; the last ones are kept.
 
@@ -187,6 +196,7 @@ class ChunkedStore(FileStore):
         self._lock, self._part = threading.Lock(), object()
         self._cache = source.options.cache
         self._cache.join(self._part, self._decoded_bytes())
+        self._closed = False
 
     @abc.abstractmethod
     def _load(self, chunk: int) -> Mapping[str, Segments]:
@@ -199,6 +209,7 @@ class ChunkedStore(FileStore):
     def close(self) -> None:
         """See `Store.close`."""
         with self._lock:
+            self._closed = True
             self._cache.leave(self._part)
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -244,6 +255,8 @@ class ChunkedStore(FileStore):
     def _loaded(self, chunk: int, rows: int) -> Mapping[str, Segments]:
         # Two threads that need the same chunk decode it once.
         with self._lock:
+            if self._closed:
+                raise closed_error(self._source.path)
             loaded = self._cache.get(self._part, chunk, rows)
             if loaded is None:
                 loaded, held = self._load(chunk), self._ends - self._firsts

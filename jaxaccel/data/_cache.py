@@ -12,7 +12,14 @@ from jaxaccel.data._checks import as_count
 from jaxaccel.data._conversion import Target, batch_rows, row_bytes, write_store
 from jaxaccel.data._disk import size_text, writable
 from jaxaccel.data._partial import sweep
-from jaxaccel.data._store import Store, aligned_empty, check_store, digest, gather
+from jaxaccel.data._store import (
+    Store,
+    aligned_empty,
+    check_store,
+    closed_error,
+    digest,
+    gather,
+)
 
 
 def disk_cache(
@@ -144,7 +151,7 @@ class MemoryCache(Store):
             name: np.empty((self._capacity, *spec.shape), spec.dtype)
             for name, spec in self.spec.items()
         }
-        self._held, self._lock = 0, threading.Lock()
+        self._held, self._lock, self._closed = 0, threading.Lock(), False
 
     def __len__(self) -> int:
         return len(self._store)
@@ -161,7 +168,7 @@ class MemoryCache(Store):
     def close(self) -> None:
         """See `Store.close`."""
         self._store.close()
-        self._kept, self._slots = {}, np.zeros(0, np.int64)
+        self._kept, self._closed = {}, True
 
     def __getstate__(self) -> dict[str, Any]:
         return {"store": self._store, "max_bytes": self._max_bytes}
@@ -173,6 +180,8 @@ class MemoryCache(Store):
         return self._store._sample(rows)
 
     def _read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        if self._closed:
+            raise closed_error("what memory_cache kept")
         slots = self._slots[rows] - 1
         if (slots >= 0).all():
             return {name: gather(kept, slots) for name, kept in self._kept.items()}

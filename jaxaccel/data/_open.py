@@ -277,6 +277,12 @@ def as_columns(
         )
     if not columns:
         raise ValueError("columns names no column; leave it out to read all")
+    for name, spec in columns.items():
+        if not isinstance(spec, ColumnSpec):
+            raise TypeError(
+                f"columns says of {name!r} what it holds: ColumnSpec((28, 28), "
+                f"np.dtype(np.uint8)), got {spec!r}"
+            )
     return {
         name: ColumnSpec(tuple(spec.shape), np.dtype(spec.dtype).newbyteorder("="))
         for name, spec in columns.items()

@@ -155,8 +155,9 @@ def _other_content(
     found = []
     for place, crcs in (now or {}).items():
         theirs = saved.get(place) if isinstance(saved, Mapping) else None
-        for name in sorted(crcs.keys() & (theirs or {}).keys()):
-            old, new = (theirs or {})[name], crcs[name]
+        theirs = theirs if isinstance(theirs, Mapping) else {}
+        for name in sorted(crcs.keys() & theirs.keys()):
+            old, new = theirs[name], crcs[name]
             if old != new:
                 what = f"content of the {place} examples of column {name!r}"
                 found.append(f"{what}: saved {old}, now {new}")

@@ -329,6 +329,11 @@ def check_store(caller: str, store: object) -> None:
         )
 
 
+def closed_error(what: object) -> ValueError:
+    """The error for reading from what was closed."""
+    return ValueError(f"the store of {what} is closed; open it again")
+
+
 def slice_range(rows: object, length: int) -> range:
     """Returns the rows of a slice, which must hold at least one."""
     if not isinstance(rows, slice):

@@ -78,7 +78,7 @@ class TFRecordStore(Store):
     def _scan(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         # Reading into one buffer again and again is faster than the mapping, whose
         # pages each cost a fault.
-        buffer = np.empty(0, np.uint8)
+        buffer = self._file.data[:0]  # An error where the store is closed.
         with self._file.path.open("rb", buffering=0) as file:
             for start in range(0, len(self), size):
                 rows = np.arange(start, min(start + size, len(self)))

@@ -13,6 +13,7 @@ from jaxaccel.data import (
     DataCorruptionError,
     Loader,
     convert,
+    memory_cache,
     open_store,
 )
 
@@ -90,6 +91,23 @@ def test_batches_are_fresh_and_writable(path, columns):
             for array in batch.values():
                 array[...] = 0
         assert_equal(store.take([1, 2, 0]), columns, [1, 2, 0])
+
+
+def test_what_is_closed_says_so(written, columns):
+    for name, suffix in FORMATS.items():
+        store = open_store(written / f"{name}{suffix}")
+        store.take([0])
+        store.close()
+        if name == "npy":
+            continue  # An array, which nothing can close.
+        with pytest.raises(ValueError, match="is closed; open it again"):
+            store.take([0])
+        with pytest.raises(ValueError, match="is closed; open it again"):
+            next(store.scan(5))
+    store = memory_cache(open_store(columns), max_bytes=10_000)
+    store.close()
+    with pytest.raises(ValueError, match="is closed; open it again"):
+        store.take([0])
 
 
 def test_slices_pickles_and_threads_read_the_same(path, columns):

@@ -126,3 +126,12 @@ def test_a_sample_of_shards_and_slices_is_that_of_the_whole(tmp_path):
             ]
             for place in found
         }
+
+
+@pytest.mark.parametrize("content", [3, [1], None, {}, {"first": 5}, {"else": {}}])
+def test_content_of_another_kind_is_not_compared(content):
+    store = open_store({"x": np.arange(12, dtype=np.uint8)})
+    with Loader(store, BatchPlan(12, 4), prefetch=0) as loader:
+        state = json.loads(json.dumps(loader.get_state()))
+        state["fingerprint"]["content"] = content
+        loader.set_state(state)
