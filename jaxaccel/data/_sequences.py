@@ -1,6 +1,8 @@
 """Token and time series: windows, and contiguous streams of them."""
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -250,9 +252,11 @@ def as_source(tokens: np.ndarray | Store) -> Store:
             )
         return ArrayStore({"tokens": tokens})
     if not isinstance(tokens, Store):
+        remedy = "convert it: np.asarray(tokens, dtype=np.uint16)"
+        if isinstance(tokens, (str, os.PathLike, Mapping)):
+            remedy = "open it: open_store(tokens)"
         raise TypeError(
-            f"tokens must be an array or a store, got {type(tokens).__name__}; "
-            "convert it: np.asarray(tokens, dtype=np.uint16)"
+            f"tokens must be an array or a store, got {type(tokens).__name__}; {remedy}"
         )
     if len(tokens.spec) != 1:
         raise ValueError(

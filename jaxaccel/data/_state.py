@@ -50,7 +50,7 @@ def sample_content(store: Store) -> dict[str, dict[str, int]]:
             raise store._located(error) from error.__cause__
         found = {name: _checksum(values) for name, values in sample.items()}
         content[place] = {name: crc for name, crc in found.items() if crc is not None}
-    return content
+    return {place: crcs for place, crcs in content.items() if crcs}
 
 
 def _checksum(values: Iterable[Any]) -> int | None:

@@ -128,6 +128,10 @@ def test_a_sample_of_shards_and_slices_is_that_of_the_whole(tmp_path):
         }
 
 
+def test_floats_alone_have_no_content():
+    assert sample_content(open_store({"x": np.zeros((5, 2))})) == {}
+
+
 @pytest.mark.parametrize("content", [3, [1], None, {}, {"first": 5}, {"else": {}}])
 def test_content_of_another_kind_is_not_compared(content):
     store = open_store({"x": np.arange(12, dtype=np.uint8)})

@@ -252,3 +252,21 @@ def test_gray_is_refused_where_nothing_is_decoded():
     with pytest.raises(ValueError, match="image_mode 'L' decodes"):
         open_store({"image": images}, image_mode="L")
     assert open_store({"image": images[..., :1]}, image_mode="L").spec["image"].shape
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_images_of_different_sizes_name_the_record(tmp_path, format):
+    contents = []
+    for height in (6, 6, 7):
+        file = io.BytesIO()
+        Image.new("RGB", (5, height)).save(file, "PNG")
+        contents.append(file.getvalue())
+    path, table = tmp_path / f"x.{format}", pa.table({"image": contents})
+    if format == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(ValueError, match=r"different sizes.*record 2"):
+        open_store(path).take([0, 1, 2])
+    assert open_store(path, image_size=(4, 4)).take([2])["image"].shape == (1, 4, 4, 3)

@@ -134,6 +134,9 @@ def test_bad_windows(array, length, options, words):
 def test_a_list_is_no_sequence():
     with pytest.raises(TypeError, match="array or a store, got list; convert it"):
         windows([1, 2, 3], 2)  # type: ignore[arg-type]
+    for source in ("tokens.npy", {"tokens": np.arange(9)}):
+        with pytest.raises(TypeError, match=r"open it: open_store\(tokens\)"):
+            windows(source, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", ["best_fit", "sequential"])
