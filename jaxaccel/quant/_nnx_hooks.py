@@ -45,9 +45,10 @@ class Quantizer(nnx.Module):
             state = initial(self.observer, kernel.shape[-2])
             leaves, self.structure = jax.tree.flatten(state)
         self.stats = nnx.List([QuantStat(leaf) for leaf in leaves])
-        self.scale = None
+        scale = None
         if rule.learned and rule.weight is not None:
-            self.scale = nnx.Param(lsq_init(kernel, rule.weight))
+            scale = nnx.Param(lsq_init(kernel, rule.weight))
+        self.scale = nnx.data(scale)
 
     def __call__(self, x: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         """Quantizes the layer's input and kernel, and calls the operation."""
