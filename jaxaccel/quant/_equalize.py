@@ -38,8 +38,8 @@ def cross_layer_equalize(
       Kernels and biases.
 
     Raises:
-      ValueError: If lengths differ, there are fewer than two layers, or the channels
-        of two neighbours do not fit.
+      ValueError: If lengths differ, there are fewer than two layers, the channels of
+        two neighbours do not fit, or a bias does not fit its kernel.
 
     Examples:
       >>> import numpy as np
@@ -61,6 +61,8 @@ def cross_layer_equalize(
             "kernels, biases and depthwise must be equally long, two layers or more; "
             f"got {len(found)}, {len(shifts)} and {len(flags)}"
         )
+    for i, (kernel, bias) in enumerate(zip(found, shifts, strict=True)):
+        _check_bias(f"biases[{i}]", bias, kernel.shape)
     for _ in range(passes):
         for i in range(len(found) - 1):
             before = _magnitude(found[i], axis=-1)
@@ -116,7 +118,8 @@ def bias_correction(
       kernel: `(..., in, out)`.
       quantized: What its codes stand for, of the same shape.
       bias: `(out,)`, or None for 0.
-      input_mean: Mean of each input channel over calibration data, `(in,)`.
+      input_mean: Mean of each input channel over calibration data: `(in,)`, or
+        `(groups * in,)` for a grouped or depthwise convolution.
 
     Returns:
       float32 `(out,)`.
@@ -141,14 +144,26 @@ def bias_correction(
             "kernel and quantized must be of one shape, (..., in, out); got "
             f"{shape} and {np.shape(quantized)}"
         )
-    if np.shape(input_mean) != shape[-2:-1]:
+    _check_bias("bias", bias, shape)
+    width, out = shape[-2:]
+    channels = np.size(input_mean)
+    groups = max(channels // width, 1)
+    if np.shape(input_mean) != (groups * width,) or out % groups:
         raise ValueError(
-            f"input_mean must be of shape {shape[-2:-1]}; got {np.shape(input_mean)}"
+            f"input_mean must be of shape ({width},), or for the groups of a "
+            f"convolution a multiple that divides {out} outputs; got "
+            f"{np.shape(input_mean)}"
         )
     wide = [jnp.asarray(x, jnp.float32) for x in (kernel, quantized, input_mean)]
-    error = (wide[1] - wide[0]).reshape(-1, *shape[-2:]).sum(axis=0)
-    start = jnp.zeros(shape[-1]) if bias is None else jnp.asarray(bias, jnp.float32)
-    return start - wide[2] @ error
+    error = (wide[1] - wide[0]).reshape(-1, width, groups, out // groups).sum(axis=0)
+    shift = jnp.einsum("gi,igo->go", wide[2].reshape(groups, width), error).ravel()
+    start = jnp.zeros(out) if bias is None else jnp.asarray(bias, jnp.float32)
+    return start - shift
+
+
+def _check_bias(name: str, bias: ArrayLike | None, kernel: tuple[int, ...]) -> None:
+    if bias is not None and np.shape(bias) != kernel[-1:]:
+        raise ValueError(f"{name} must be of shape {kernel[-1:]}; got {np.shape(bias)}")
 
 
 def smoothquant_scales(

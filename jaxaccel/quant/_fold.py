@@ -29,7 +29,7 @@ def fold_batch_norm(
         b' = \beta + (b - \mu)\, \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}}
 
     along the last axis, the output channels of every kernel of Flax, depthwise ones
-    included.
+    included; only `ConvTranspose(transpose_kernel=True)` has its inputs there.
 
     Args:
       kernel: `(..., channels)`.
@@ -147,6 +147,11 @@ def _fold_module(model: Any, pairs: list[tuple[str, str]]) -> Any:
                 raise ValueError(
                     f"{path} is a {type(found).__name__}, without {' and '.join(names)}"
                 )
+        if getattr(layer, "transpose_kernel", False):
+            raise ValueError(
+                f"{layer_path} has transpose_kernel=True: the last axis of its kernel "
+                "is not that of the output"
+            )
         kernel, bias = fold_batch_norm(
             layer.kernel[...],
             _value(layer.bias),
