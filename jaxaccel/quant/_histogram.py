@@ -77,7 +77,8 @@ def percentile(
         # From the far end: a share next to 1 has no digits left in float32.
         high = -quantile(state.counts[:, ::-1], state.limit, share)
         # A bin reaches beyond the numbers in it.
-        return jnp.maximum(low, state.lo), jnp.minimum(high, state.hi)
+        low = jnp.clip(low, state.lo, state.hi)
+        return low, jnp.clip(high, low, state.hi)
 
     return _observer(spec, bins, find)
 
@@ -129,7 +130,8 @@ def mse_range(spec: QuantSpec, *, candidates: int = 80, bins: int = 2048) -> Obs
             scale, zero = as_arrays(qparams)
             codes = encode(centers, scale, zero, spec=single)
             difference = decode(codes, scale, zero, spec=single) - centers
-            return jnp.sum(counts * difference**2)
+            # Relative, or squares of very large and very small numbers are no numbers.
+            return jnp.sum(counts * (difference / limit) ** 2)
 
         best = jnp.asarray(shares)[jnp.argmin(jax.lax.map(error, jnp.asarray(shares)))]
         return best * lo, best * hi
@@ -150,7 +152,7 @@ def _observer(spec: QuantSpec, bins: int, find: Any) -> Observer:
         infinite = jnp.full(groups, np.float32(np.inf))
         return HistogramState(
             counts=jnp.zeros((groups, bins), jnp.float32),
-            limit=jnp.full(groups, np.float32(2.0**-60)),
+            limit=jnp.full(groups, np.float32(2.0**-100)),
             lo=infinite,
             hi=-infinite,
             count=jnp.zeros((), jnp.int32),
@@ -202,6 +204,8 @@ def _add(
     # which flushes to 0: there numbers beyond count in the outer bins.
     _, exponent = jnp.frexp(magnitude)
     above = jnp.ldexp(np.float32(1), jnp.minimum(exponent, 126))
+    # Zeros are in the middle of any histogram: they must not make it coarse.
+    above = jnp.where(magnitude == 0, limit, above)
     counts, limit = _widen(counts, limit, jnp.maximum(above, limit))
     half = counts.shape[0] // 2
     places = jnp.where(finite, jnp.floor(x / limit * half), 0).astype(jnp.int32)
