@@ -71,7 +71,8 @@ def evaluate(
     size = None
     for batch in batches:
         size = size or _length(batch)
-        sums = eval_step(state, _pad(batch, size))
+        # Put by name: `jax.transfer_guard("disallow")` refuses what a call puts.
+        sums = eval_step(state, jax.device_put(_pad(batch, size)))
         if not isinstance(sums, Mapping) or "weight" not in sums:
             raise TypeError(
                 "eval_step must return sums and their weight: build it by "

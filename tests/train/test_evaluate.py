@@ -52,6 +52,14 @@ def test_given_masks_are_kept():
     assert got["loss"] == pytest.approx(x[mask].mean())
 
 
+def test_host_batches_are_no_implicit_transfers():
+    x = np.arange(5, dtype=np.float32)
+    state = state_of()
+    with jax.transfer_guard("disallow"):
+        got = train.evaluate(EVAL_STEP, state, batches_of(x, 3))
+    assert got["loss"] == 2.0
+
+
 def test_preprocess_sees_a_fixed_key():
     def preprocess(batch, key):
         return {**batch, "x": batch["x"] + jax.random.uniform(key)}
