@@ -135,7 +135,7 @@ _maxk.defvjp(_forward, _backward)
 
 def _sortable(x: jax.Array) -> jax.Array:
     # Only float32 has a fast selection on CPU; narrower types convert exactly.
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     infinite = jnp.asarray(np.inf, wide.dtype)
     return jnp.where(jnp.isnan(wide), infinite, wide) + jnp.asarray(0.0, wide.dtype)
 
