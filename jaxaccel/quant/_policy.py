@@ -27,7 +27,7 @@ class LayerRule:
     Raises:
       TypeError: If a format is no `QuantSpec`, or `observer` is no function.
       ValueError: If the input's format has blocks, or its scales are along another axis
-        than the last; if `learned` and the kernel's format is not symmetric.
+        than the last; if `learned` and the kernel's format is not what `lsq` takes.
 
     Examples:
       >>> from jaxaccel import quant
@@ -62,8 +62,14 @@ class LayerRule:
                 "activation must have one scale, or channel_axis=-1; got "
                 f"channel_axis={spec.channel_axis}, block_size={spec.block_size}"
             )
-        if self.learned and (self.weight is None or not self.weight.symmetric):
-            raise ValueError(f"learned=True needs symmetric weights; got {self.weight}")
+        spec = self.weight
+        if self.learned and (
+            spec is None or not spec.symmetric or spec.is_float or spec.pow2_scale
+        ):
+            raise ValueError(
+                "learned=True needs symmetric weights of integer codes, and any "
+                f"scale; got {spec}"
+            )
 
     def make_observer(self) -> Observer | None:
         """Returns the observer of the layer's input, None without one."""

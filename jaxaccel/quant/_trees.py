@@ -29,13 +29,15 @@ def quantize_params(params: PyTree, policy: TreePolicy = KERNELS) -> PyTree:
       params: A tree of arrays, of NumPy or jax: of linen, an `nnx.State`, or any other.
       policy: A format for each pattern, a regular expression found in the path
         (`"dense/kernel"`), None to leave alone; the first that fits counts. A single
-        format is for all floating arrays. Arrays without a rule stay.
+        format is for all floating arrays. Arrays without a rule stay, and so do
+        `QTensor`s.
 
     Returns:
       The tree with `QTensor`s, over the range of each array's own entries.
 
     Raises:
-      TypeError: If a named array is not floating, or a rule is of another kind.
+      TypeError: If a named array is not floating or quantized already, or a rule is
+        of another kind.
       ValueError: If a rule fits nothing, or an array holds NaN.
 
     Examples:
@@ -89,7 +91,7 @@ def dequantize_params(params: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: x.dequantize() if isinstance(x, QTensor) else x,
         params,
-        is_leaf=lambda x: isinstance(x, QTensor),
+        is_leaf=_is_quantized,
     )
 
 
@@ -143,20 +145,26 @@ def size_report(params: PyTree) -> SizeReport:
       total            2,304 bytes
       3.61 times smaller than float32
     """
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QTensor))
+    leaves = jax.tree.leaves(params, is_leaf=_is_quantized)
     if not leaves:
         raise ValueError("there is no array to weigh")
     sizes: dict[str, int] = {}
     entries = 0
     for leaf in leaves:
-        quantized = isinstance(leaf, QTensor)
-        name = _format_name(leaf.spec) if quantized else str(leaf.dtype)
-        size = int(np.prod(leaf.shape, dtype=np.int64))
+        size = int(np.prod(np.shape(leaf), dtype=np.int64))
         entries += size
-        own = leaf.nbytes_packed if quantized else size * leaf.dtype.itemsize
+        if isinstance(leaf, QTensor):
+            name, own = _format_name(leaf.spec), leaf.nbytes_packed
+        else:
+            dtype = jnp.result_type(leaf)
+            name, own = str(dtype), size * dtype.itemsize
         sizes[name] = sizes.get(name, 0) + own
     by_size = dict(sorted(sizes.items(), key=lambda item: -item[1]))
     return SizeReport(sum(sizes.values()), 4 * entries, by_size)
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QTensor)
 
 
 def _format_name(spec: QuantSpec) -> str:
@@ -176,6 +184,10 @@ def _map(function: Any, params: PyTree, policy: TreePolicy) -> PyTree:
         spec = rules.find(name)
         if spec is None:
             return leaf
+        if isinstance(leaf, QTensor):
+            if every:
+                return leaf
+            raise TypeError(f"{name} is quantized already")
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             if every:
@@ -186,6 +198,6 @@ def _map(function: Any, params: PyTree, policy: TreePolicy) -> PyTree:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
-    result = jax.tree_util.tree_map_with_path(replace, params)
+    result = jax.tree_util.tree_map_with_path(replace, params, is_leaf=_is_quantized)
     rules.check_all_used(paths)
     return result

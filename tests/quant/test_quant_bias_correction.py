@@ -1,6 +1,7 @@
 """Bias correction: the mean of a quantized layer's output is that of the float one."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,7 +35,7 @@ def test_the_mean_output_of_a_dense_layer_is_restored(seed, has_bias):
 def test_convolutions_of_any_groups(groups, out, rng):
     # Each channel is one number all over, so that borders do not matter.
     means = rng.normal(size=6)
-    x = np.broadcast_to(means, (1, 5, 5, 6)).astype(np.float32)
+    x = jnp.broadcast_to(jnp.asarray(means, jnp.float32), (1, 5, 5, 6))
     kernel = rng.normal(size=(3, 3, 6 // groups, out)).astype(np.float32)
 
     def conv(kernel):
@@ -55,7 +56,7 @@ def test_convolutions_of_any_groups(groups, out, rng):
 
 
 def test_the_same_kernel_needs_no_correction(rng):
-    kernel, bias = rng.normal(size=(3, 2)), np.float32([1, 2])
+    kernel, bias = rng.normal(size=(3, 2)), np.array([1, 2], np.float32)
     np.testing.assert_array_equal(
         quant.bias_correction(kernel, kernel, bias, np.ones(3)), bias
     )
