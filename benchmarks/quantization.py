@@ -23,6 +23,7 @@ and size of exports need the extra `onnx`, onnxruntime and gcc.
 
 import argparse
 import functools
+import importlib.metadata
 import importlib.util
 import pathlib
 import tempfile
@@ -37,7 +38,7 @@ import quantization_exports as exports
 import quantization_networks as networks
 from flax import nnx
 
-from jaxaccel import data, quant, train
+from jaxaccel import quant, train
 from jaxaccel.records import Headline, Record, interleave, paired_ratio
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -216,18 +217,14 @@ def qat(options: argparse.Namespace) -> Record:
         found["float32"].append(accuracy_of(folded, "digits"))
         for scheme, bits in schemes.items():
             variants = {
-                "PTQ": lambda bits=bits: after_training(
-                    folded, "digits", MINMAX(*bits)
-                ),
-                "QAT": lambda bits=bits: with_training(
-                    model, "digits", seed, rule(*bits)
-                ),
-                "QAT, LSQ": lambda bits=bits: with_training(
+                "PTQ": after_training(folded, "digits", MINMAX(*bits)),
+                "QAT": with_training(model, "digits", seed, rule(*bits)),
+                "QAT, LSQ": with_training(
                     model, "digits", seed, rule(*bits, learned=True)
                 ),
             }
-            for variant, make in variants.items():
-                value = accuracy_of(make(), "digits")
+            for variant, made in variants.items():
+                value = accuracy_of(made, "digits")
                 found.setdefault(f"{scheme}, {variant}", []).append(value)
     means = {key: float(np.mean(values)) for key, values in found.items()}
     held = (
@@ -290,7 +287,7 @@ def large_graph() -> quant.IntGraph:
     images = large_images(64)
     floats = images.astype(np.float32) / 255
     model = quant.calibrate(quant.attach(large(), MINMAX(8)), [floats])
-    return networks.lower(model, floats, scale=1 / 255)
+    return networks.lower(model, images, lambda x: x.astype(np.float32) / 255)
 
 
 def size(options: argparse.Namespace) -> Record:
