@@ -26,7 +26,7 @@ test-all: setup
 
 bench: setup
 	for script in host_to_device loader_cost transforms_cost device_augment \
-	  input_pipeline step_overhead precision; do \
+	  input_pipeline step_overhead precision aggregation; do \
 	  $(BIN)/python benchmarks/$$script.py --record || exit 1; done
 	$(BIN)/python benchmarks/report.py
 
