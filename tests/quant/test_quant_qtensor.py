@@ -12,6 +12,8 @@ from hypothesis import given
 from jaxaccel import quant
 from jaxaccel.quant import QTensor, QuantSpec
 
+# Many small operations one by one take longer to compile than one function.
+_of = functools.partial(jax.jit, static_argnums=1)(QTensor.of)
 BITS = (2, 3, 4, 5, 6, 7, 8, 16)
 
 
@@ -52,7 +54,7 @@ def test_every_code_packs(bits, signed):
 
 @pytest.mark.parametrize("spec", [quant.FP8_E4M3, quant.FP8_E5M2])
 def test_floating_codes_are_their_bytes(rng, spec):
-    codes = np.asarray(QTensor.of(rng.normal(size=(3, 5)), spec).values)
+    codes = np.asarray(_of(rng.normal(size=(3, 5)), spec).values)
     packed = quant.pack_codes(codes, spec)
     assert packed.tolist() == codes.view(np.uint8).ravel().tolist()
     back = quant.unpack_codes(packed, codes.shape, spec)
@@ -118,15 +120,15 @@ def _written(tensor):
     ids=lambda spec: f"{spec.number_format}{spec.bits}",
 )
 def test_bytes_of_a_file(rng, spec):
-    tensor = QTensor.of(rng.normal(size=(16, 10)) + 0.1, spec)
+    tensor = _of(rng.normal(size=(16, 10)) + 0.1, spec)
     assert tensor.nbytes_packed == _written(tensor)
 
 
 def test_four_bits_are_seven_times_smaller():
     kernel = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
-    tensor = QTensor.of(kernel, quant.INT4_WEIGHT)
+    tensor = _of(kernel, quant.INT4_WEIGHT)
     assert _written(tensor) == tensor.nbytes_packed < kernel.nbytes / 7.9
-    eight = QTensor.of(kernel, quant.INT8_WEIGHT)
+    eight = _of(kernel, quant.INT8_WEIGHT)
     assert eight.nbytes_packed < kernel.nbytes / 3.98
 
 
@@ -160,7 +162,7 @@ def test_arrays_of_numpy(rng, dtype):
 
 
 def test_numpy_leaves_of_a_restored_checkpoint(rng):
-    tensor = QTensor.of(rng.normal(size=(4, 3)), quant.INT8_WEIGHT)
+    tensor = _of(rng.normal(size=(4, 3)), quant.INT8_WEIGHT)
     restored = jax.tree.map(np.asarray, tensor)
     assert isinstance(restored.values, np.ndarray)
     np.testing.assert_array_equal(
@@ -170,7 +172,7 @@ def test_numpy_leaves_of_a_restored_checkpoint(rng):
 
 
 def test_dequantize_into_bfloat16(rng):
-    tensor = QTensor.of(rng.normal(size=(4, 3)), quant.INT8_WEIGHT)
+    tensor = _of(rng.normal(size=(4, 3)), quant.INT8_WEIGHT)
     narrow = tensor.dequantize(jnp.bfloat16)
     assert narrow.dtype == jnp.bfloat16
     wanted = tensor.dequantize().astype(jnp.bfloat16)
