@@ -15,6 +15,7 @@ from jaxaccel.quant._integer import integer_apply
 from jaxaccel.quant._integer_simulate import simulate
 from jaxaccel.quant._learned import lsq, lsq_init, pact, ste_round
 from jaxaccel.quant._linen_hooks import fake_quantize, observe
+from jaxaccel.quant._lower import lower_integer
 from jaxaccel.quant._nnx_hooks import Quantizer, QuantStat, attach, calibrate, detach
 from jaxaccel.quant._observers import Observer, RangeState, ema_minmax, minmax
 from jaxaccel.quant._onnx import to_onnx_qdq
@@ -81,6 +82,7 @@ __all__ = (
     "fold_batch_norm",
     "fold_batch_norms",
     "integer_apply",
+    "lower_integer",
     "lsq",
     "lsq_init",
     "minmax",
