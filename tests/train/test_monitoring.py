@@ -50,7 +50,8 @@ def test_starvation_of_a_loop_that_waits_for_its_step(load, compute, starvation)
     reading = meter.reading()
     assert reading.steps == 11 and reading.examples == 110
     assert reading.starvation == pytest.approx(starvation, abs=0.2)
-    assert reading.step_seconds == pytest.approx(compute, rel=0.6)
+    # A busy machine wakes late, never early; exact times have a test with a clock.
+    assert 0.9 * compute <= reading.step_seconds <= reading.seconds / reading.steps
 
 
 def test_loading_that_hides_behind_the_step_is_no_starvation():
