@@ -44,6 +44,9 @@ from jaxaccel.records import Headline, Record, interleave, paired_ratio
 RESULTS = pathlib.Path(__file__).parent / "results"
 CACHE = pathlib.Path("logs") / "quantization"
 QAT_EPOCHS, QAT_RATE = 8, 1e-3
+# Largest difference, and codes that may differ, in %. ONNX Runtime rescales with
+# float32 multipliers: a number within 2**-24 of the middle may round to the other code.
+AGREEMENT = {"float twin": (1, 6), "ONNX Runtime": (1, 0.01), "C": (0, 0)}
 Figures = dict[str, str | int | float]
 
 
@@ -422,12 +425,13 @@ def agree(options: argparse.Namespace) -> Record:
             figures[f"{name}, {other}: largest difference, LSB"] = int(off.max())
             figures[f"{name}, {other}: codes that differ, %"] = round(share, 3)
             figures[f"{name}, {other}: same class, %"] = round(same, 2)
-            bound = 1 if other == "float twin" else 0
-            held &= off.max() <= bound and share <= 6 and same >= 99.9
+            largest, most = AGREEMENT[other]
+            held &= off.max() <= largest and share <= most and same >= 99.9
     return Record.create(
         "quantization_agree",
-        "Compiled C and ONNX Runtime give the integer network's codes, every one; its "
-        "float twin those within 1, for all but 6 %, and the same class for 99.9 %",
+        "Compiled C gives the integer network's codes, every one; ONNX Runtime too, "
+        "but for ties, 1 off in 0.01 % at most; the float twin is within 1, and off in "
+        "6 % at most; the class is the same for 99.9 %",
         verdict="helps" if held else "no evidence",
         parameters={"networks": options.networks, "scheme": "W8A8"},
         figures=figures,
@@ -547,7 +551,7 @@ def peers(options: argparse.Namespace) -> Record:
         found["Qwix"].append(accuracy_of(theirs, name))
     for key, values in found.items():
         figures[f"{key}: test accuracy, %"] = rounded(np.mean(values))
-    figures["Qwix: parameter bytes"] = bytes_of(nnx.state(theirs))
+    figures["Qwix: parameter bytes"] = bytes_of(nnx.state(theirs))  # of the last seed
     kernels, biases = networks.chain(folded)
     tree = [
         {"kernel": kernel[...], "bias": bias[...]}
@@ -567,12 +571,13 @@ def peers(options: argparse.Namespace) -> Record:
         figures[f"{key}: compile, s"] = round(seconds, 2)
     times = interleave(contenders, rounds=options.rounds)
     rounds = {key: [1e3 * t / len(batches) for t in v] for key, v in times.items()}
-    ahead = np.mean(found["ours"]) >= np.mean(found["Qwix"]) - 0.2
+    level = np.mean(found["ours"]) >= np.mean(found["Qwix"]) - 0.2
+    faster = paired_ratio(rounds["Qwix"], rounds["ours"]).low > 1
     return Record.create(
         "quantization_peers",
-        "After training, W8A8 is as accurate as with Qwix, and a quantized step takes "
-        "no longer",
-        verdict="helps" if ahead else "no evidence",
+        "After training, W8A8 is as accurate as with Qwix, and a step of training with "
+        "it takes less time",
+        verdict="helps" if level and faster else "no evidence",
         parameters={
             "seeds": options.seeds,
             "rounds": options.rounds,
@@ -585,8 +590,14 @@ def peers(options: argparse.Namespace) -> Record:
     )
 
 
-def bytes_of(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+def bytes_of(state: Any) -> int:
+    """Of all but the identities that folding leaves of the normalizations."""
+    sizes = [
+        leaf.nbytes
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if "norms" not in (name := jax.tree_util.keystr(path)) or "bias" in name
+    ]
+    return sum(sizes)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Record]] = {

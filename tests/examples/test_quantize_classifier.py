@@ -97,4 +97,4 @@ def test_the_float_network_is_exported_as_it_is(trainers):
         exported = quantizer.float_onnx(model, (28, 28, 1))
     session = onnxruntime.InferenceSession(exported, providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {"input": images})
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-4, atol=1e-5)
