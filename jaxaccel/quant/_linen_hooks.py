@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core import meta
 
 from jaxaccel.quant._layer import initial, quantize_input, quantize_kernel, watch
 from jaxaccel.quant._learned import lsq_init
@@ -26,13 +27,17 @@ def fake_quantize(policy: LayerPolicy = LayerRule()) -> Iterator[None]:  # noqa:
     `init`, losses and steps called inside, is quantization-aware training; with jit it
     is tracing that has to be inside. The numbers are those of `attach` for NNX.
 
+    Scales that are learned are parameters, `"kernel_scale"`: made by `init` too, or
+    from trained weights by one `apply` with `mutable=["params", "quant_stats"]`, here
+    or in `observe`.
+
     Args:
       policy: A `LayerRule` for all layers, or rules by patterns of the modules' paths.
 
     Raises:
       TypeError: If a rule is of another kind.
-      ValueError: If a layer has no observed range yet; when the context ends: if
-        modules were called inside, but a rule fitted no layer.
+      ValueError: If a layer has no observed range or learned scale yet; when the
+        context ends: if modules were called inside, but a rule fitted no layer.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -102,11 +107,15 @@ def _call(
     kwargs: Any,
     quantizing: bool,
 ) -> Any:
+    x, *rest = args or (kwargs["inputs"],)
+    kwargs = {name: value for name, value in kwargs.items() if name != "inputs"}
     if module.is_initializing():
-        result = next_call(*args, **kwargs)
-        _make_variables(module, rule, args[0])
+        result = next_call(x, *rest, **kwargs)
+        _make_variables(module, rule, x)
         return result
-    x, *rest = args
+    params: dict[str, Any] = meta.unbox(dict(module.variables["params"]))
+    x, kernel = module.promote_dtype(x, params["kernel"], dtype=module.dtype)
+    scale = _learned_scale(module, rule, params, needed=quantizing)
     observer = rule.make_observer()
     if observer is not None:
         stats = _stats(module, observer, x)
@@ -116,9 +125,7 @@ def _call(
             x = quantize_input(x, observer, stats.value)
     if not quantizing or rule.weight is None:
         return next_call(x, *rest, **kwargs)
-    params = dict(module.variables["params"])
-    scale = params.pop("kernel_scale", None)
-    params["kernel"] = quantize_kernel(params["kernel"], rule, scale)
+    params["kernel"] = quantize_kernel(kernel, rule, scale)
     # A copy of the layer with the other kernel: what it is called with is traced, so
     # the gradient finds its way to the parameters.
     bare = module.clone(parent=None, name=None)
@@ -130,8 +137,27 @@ def _make_variables(module: Any, rule: LayerRule, x: Any) -> None:
     if observer is not None:
         _stats(module, observer, x)
     if rule.learned and rule.weight is not None:
-        kernel, spec = module.variables["params"]["kernel"], rule.weight
+        kernel, spec = meta.unbox(module.variables["params"]["kernel"]), rule.weight
         module.param("kernel_scale", lambda key: lsq_init(kernel, spec))
+
+
+def _learned_scale(
+    module: Any, rule: LayerRule, params: dict[str, Any], *, needed: bool
+) -> Any:
+    """Takes the scale out of the layer's parameters, and makes it if it may."""
+    scale = params.pop("kernel_scale", None)
+    if not rule.learned or rule.weight is None:
+        return None
+    if scale is None and module.is_mutable_collection("params"):
+        scale = lsq_init(params["kernel"], rule.weight)
+        module.put_variable("params", "kernel_scale", scale)
+    if scale is None and needed:
+        raise ValueError(
+            f"layer {'/'.join(module.path)!r} has no kernel_scale to learn: init "
+            'inside the context, or apply once with mutable=["params", '
+            f"{COLLECTION!r}]"
+        )
+    return scale
 
 
 def _stats(module: Any, observer: Any, x: Any) -> Any:

@@ -1,6 +1,6 @@
 """Quantization of Flax NNX modules: attached to their layers, and taken off again."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -35,14 +35,15 @@ class Quantizer(nnx.Module):
       observing: Whether it only watches, and quantizes nothing.
     """
 
-    def __init__(self, operation: Callable[..., Any], rule: LayerRule, kernel: Any):
-        self.operation, self.rule = operation, rule
+    def __init__(self, layer: Any, rule: LayerRule):
+        self.operation, self.rule = getattr(layer, _operation_of(layer)), rule
+        kernel = layer.kernel[...]
         self.use_running_average = False
         self.observing = False
         self.observer = rule.make_observer()
         leaves, self.structure = [], None
         if self.observer is not None:
-            state = initial(self.observer, kernel.shape[-2])
+            state = initial(self.observer, _features(layer))
             leaves, self.structure = jax.tree.flatten(state)
         self.stats = nnx.List([QuantStat(leaf) for leaf in leaves])
         scale = None
@@ -60,7 +61,24 @@ class Quantizer(nnx.Module):
         if not self.observing:
             scale = None if self.scale is None else self.scale[...]
             kernel = quantize_kernel(kernel, self.rule, scale)
-        return self.operation(x, kernel, *args, **kwargs)
+        # LinearGeneral has None for the usual one.
+        operation = jax.lax.dot_general if self.operation is None else self.operation
+        return operation(x, kernel, *args, **kwargs)
+
+    def range(self) -> tuple[jax.Array, jax.Array]:
+        """Returns the least and the largest input, as the observer has it."""
+        if self.observer is None:
+            raise ValueError("the layer's input is not observed: activation=None")
+        return self.observer.range(self._state())
+
+    def check_range(self, path: str) -> None:
+        """Raises ValueError if what was observed makes no scale."""
+        if self.observer is None or not self._state().count:
+            return
+        try:
+            self.observer.qparams(self._state())
+        except ValueError as error:
+            raise ValueError(f"{path or 'the model'}: {error}") from error
 
     def _state(self) -> Any:
         return jax.tree.unflatten(self.structure, [stat[...] for stat in self.stats])
@@ -114,13 +132,16 @@ def attach(model: Any, policy: LayerPolicy = LayerRule()) -> Any:  # noqa: B008
         if rule is None:
             continue
         name = _operation_of(layer)
-        operation = getattr(layer, name)
-        if isinstance(operation, Quantizer):
+        if isinstance(getattr(layer, name), Quantizer):
             raise ValueError(
                 f"{path or 'the model'} is quantized already; detach first"
             )
-        quantizer = Quantizer(operation, rule, layer.kernel[...])
-        setattr(layer, name, nnx.data(quantizer))
+        if getattr(layer, "dot_general_cls", None) is not None:
+            raise ValueError(
+                f"{path or 'the model'} has a dot_general_cls, which takes precedence "
+                "over a quantizer; use dot_general"
+            )
+        setattr(layer, name, nnx.data(Quantizer(layer, rule)))
     rules.check_all_used(paths)
     return result
 
@@ -162,7 +183,8 @@ def calibrate(model: Any, batches: Iterable[Any]) -> Any:
       The copy in evaluation mode.
 
     Raises:
-      ValueError: If there is no batch, or nothing to calibrate.
+      ValueError: If there is no batch, nothing to calibrate, or the range of a layer
+        is not finite.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -172,8 +194,8 @@ def calibrate(model: Any, batches: Iterable[Any]) -> Any:
       >>> rule = quant.LayerRule(observer=quant.minmax)
       >>> watched = quant.attach(model, rule)
       >>> ready = quant.calibrate(watched, [jnp.array([[-1.0, 1.55]])])
-      >>> print(f"{ready.dot_general.stats[1][...]:.2f}")
-      1.55
+      >>> print(ready.dot_general.range())
+      (Array(-1., dtype=float32), Array(1.55, dtype=float32))
     """
     result = nnx.clone(model)
     quantizers = [m for _, m in nnx.iter_modules(result) if isinstance(m, Quantizer)]
@@ -196,9 +218,10 @@ def calibrate(model: Any, batches: Iterable[Any]) -> Any:
     if not count:
         raise ValueError("there is no calibration batch; give at least one")
     result = nnx.merge(graph, state)
-    for _, module in nnx.iter_modules(result):
+    for path, module in nnx.iter_modules(result):
         if isinstance(module, Quantizer):
             module.observing = False
+            module.check_range("/".join(map(str, path[:-1])))
     return result
 
 
@@ -210,3 +233,11 @@ def _layers(model: Any) -> Iterable[tuple[str, Any]]:
 
 def _operation_of(layer: Any) -> str:
     return next(name for kind, name in _OPERATIONS.items() if isinstance(layer, kind))
+
+
+def _features(layer: Any) -> int:
+    """Length of the last axis of a layer's input."""
+    features = layer.in_features
+    if isinstance(features, int):
+        return features
+    return features[layer.axis.index(-1) if -1 in layer.axis else -1]
