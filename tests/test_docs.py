@@ -313,7 +313,9 @@ def test_method_cards_have_one_order_and_a_verdict(card):
     assert re.search(r"arXiv:\d{4}\.\d{4,5}", text.split("## Reference")[1])
 
 
-@pytest.mark.parametrize("name", ["data", "graph", "ops", "records", "train", "transforms"])
+@pytest.mark.parametrize(
+    "name", ["data", "graph", "ops", "records", "train", "transforms"]
+)
 def test_reference_has_every_public_name(name):
     text = (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8")
     listed = re.findall(rf"^::: jaxaccel\.{name}\.(\w+)$", text, re.M)

@@ -95,7 +95,9 @@ def attach(model: Any, policy: LayerPolicy = LayerRule()) -> Any:  # noqa: B008
     `nnx.LinearGeneral`. The gradient passes straight through, so that the copy trains
     as the model does: `jaxaccel.train.from_nnx(attach(model), loss)` makes a task of
     quantization-aware training, with the observers in its `model_state`. In training
-    mode they are updated; `model.eval()` freezes them. Fold batch normalization first.
+    mode they are updated; `model.eval()` freezes them. Fold batch normalization before
+    post-training quantization; train with it unfolded, since a folded one would
+    normalize anew in training mode.
 
     After training, or after `calibrate`, the copy in evaluation mode is what
     `lower_integer` takes.
