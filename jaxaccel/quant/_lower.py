@@ -13,7 +13,7 @@ from jaxaccel.quant._graph_builder import IntGraphBuilder
 from jaxaccel.quant._graph_nodes import Tensor
 from jaxaccel.quant._graph_weights import check_activation_spec, check_weight_spec
 from jaxaccel.quant._lower_match import Matcher
-from jaxaccel.quant._lower_plan import Edge, Given, Observed
+from jaxaccel.quant._lower_plan import Edge, Given, Observed, Pending
 from jaxaccel.quant._lower_trace import evaluate, record, trace
 from jaxaccel.quant._observers import Observer, minmax
 from jaxaccel.quant._qparams import QParams
@@ -47,9 +47,11 @@ def lower_integer(
 
     Each `fake_quant`, `lsq` or `pact` in the network says how its weight or
     activation is rounded, exactly as it was trained; batch norm after a rounded
-    kernel multiplies its scales. Kernels without one are rounded over their own
-    range, folded; activations without one get the range that `observer` finds in the
-    calibration batches.
+    kernel multiplies its scales. A tensor that one layer reads through a quantizer and
+    another without, such as the shortcut of a block, has the quantizer's codes for
+    both if they cover its range but for 1/16 at either end. Kernels without a
+    quantizer are rounded over their own range, folded; activations without one get
+    the range that `observer` finds in the calibration batches.
 
     Images of uint8 that `apply` itself normalizes, `(x / 255 - mean) / deviation`,
     stay uint8 in the integer network: one mean and one deviation go into the scale
@@ -117,12 +119,14 @@ def lower_integer(
     steps, result = record(trace(apply, example))
     matcher = Matcher(steps, result, example.dtype, given)
     edges = matcher.run()
-    wanted = sorted({e.range.index for e in edges if isinstance(e.range, Observed)})
-    observed = {}
-    if wanted:
-        first = next(e.range for e in edges if isinstance(e.range, Observed))
-        batches = _batches(calibration, example, len(wanted), first)
-        observed = _observe(apply, wanted, batches, observer(activation_spec))
+    unknown = {e.range.index: e.range for e in edges if isinstance(e.range, Observed)}
+    if calibration is None:
+        observed = _preferred(unknown)
+    elif unknown:
+        batches, seen = _batches(calibration, example), observer(activation_spec)
+        observed = _observe(apply, sorted(unknown), batches, seen)
+    else:
+        observed = {}
     return _build(edges, example.shape[1:], observed, weight_spec, activation_spec)
 
 
@@ -142,12 +146,18 @@ def _example(x: Any, given: Given | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((max(2, x.shape[0]), *x.shape[1:]), dtype)
 
 
-def _batches(calibration: Any, example: Any, count: int, first: Any) -> Iterable[Any]:
-    if calibration is None:
+def _preferred(unknown: dict[int, Observed]) -> dict[int, Given]:
+    """Returns the quantizers of some readers, where nothing was observed."""
+    bare = [found for found in unknown.values() if found.preferred is None]
+    if bare:
         raise ValueError(
-            f"{count} activations have no quantizer, the first{first.source or ''}; "
+            f"{len(bare)} activations have no quantizer, the first{bare[0].source}; "
             "give calibration=batches to find their ranges"
         )
+    return {i: x.preferred for i, x in unknown.items() if x.preferred is not None}
+
+
+def _batches(calibration: Any, example: Any) -> Iterable[Any]:
     if hasattr(calibration, "shape"):
         calibration = [calibration]
     for batch in calibration:
@@ -196,8 +206,9 @@ def _build(
     def find(edge: Edge) -> dict[str, Any]:
         if edge.range is None:
             return {}
-        found = edge.range
-        given = observed[found.index] if isinstance(found, Observed) else found
+        given = edge.range
+        if isinstance(given, Observed):
+            given = given.choose(observed[given.index])
         return {"output": given.qparams, "spec": given.spec}
 
     source = find(edges[0])
@@ -213,6 +224,9 @@ def _build(
         inputs: list[Any] = [tensors[x] for x in edge.inputs]
         arguments = dict(edge.arguments) | find(edge)
         layer = edge.layer
+        if layer is not None and layer.plain and _same(inputs[0], arguments):
+            tensors[edge] = inputs[0]
+            continue
         if layer is not None:
             arguments["activation"] = layer.activation
             if layer.kind in ("conv", "dense"):
@@ -225,9 +239,15 @@ def _build(
     return builder.build(tensors[edges[-1]])
 
 
-def _map(layer: Any, x: Tensor) -> list[np.ndarray | None]:
-    gain, bias = np.asarray(layer.gain), np.asarray(layer.bias)
-    if (gain == 1).all() and not bias.any():
+def _same(x: Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether a change of the scale would change nothing."""
+    scale, zero = map(float, arguments["output"])
+    return (x.scale, x.zero_point, x.spec) == (scale, zero, arguments["spec"])
+
+
+def _map(layer: Pending, x: Tensor) -> list[np.ndarray | None]:
+    if layer.identity:
         return [None, None]
+    gain, bias = np.asarray(layer.gain), np.asarray(layer.bias)
     channels = (x.shape[-1],) if x.shape else (1,)
     return [np.broadcast_to(gain, channels), np.broadcast_to(bias, channels)]

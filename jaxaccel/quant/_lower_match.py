@@ -62,6 +62,7 @@ class Matcher:
             codes = Given(1.0, 0, UINT8_ACTIVATION)
         self.edges = [Edge("input", (), codes or self._range(0, ""), {})]
         self.values: dict[int, Edge | Pending] = {0: self.edges[0]}
+        self.changed: dict[tuple[Edge, Given], Edge] = {}
 
     def run(self) -> list[Edge]:
         """Returns the layers in order: the input first, the output last.
@@ -164,7 +165,10 @@ class Matcher:
             readers = self.readers.get(index, [])
             quantizers = [step for step in readers if step.kind == "fake_quant"]
             if quantizers:
-                return given(quantizers[0])
+                found = given(quantizers[0])
+                if len(quantizers) == len(readers) and not self._is_result(index):
+                    return found
+                return Observed(index, source, preferred=found)
             if self._shared(index) or not readers or readers[0].kind not in COMMUTING:
                 return Observed(index, source)
             index = readers[0].output.index
@@ -183,10 +187,15 @@ class Matcher:
             index = sources[0].index
         return True
 
+    def _is_result(self, index: int) -> bool:
+        return isinstance(self.result, Unknown) and self.result.index == index
+
     def _shared(self, index: int) -> bool:
-        readers = len(self.readers.get(index, []))
-        last = isinstance(self.result, Unknown) and self.result.index == index
-        return readers + last > 1
+        """Whether more than one layer reads an unknown; equal quantizers are one."""
+        readers, last = self.readers.get(index, []), self._is_result(index)
+        if not last and readers and all(r.kind == "fake_quant" for r in readers):
+            return len({given(step) for step in readers}) > 1
+        return len(readers) + last > 1
 
     def _quantizer(self, step: Step) -> Edge:
         # A scale that depends on the input is refused before the rest is looked at.
@@ -198,15 +207,18 @@ class Matcher:
             source, alone = self.edges[0], not self._shared(x.index)
             movable = alone and self._movable(x.index)
             if movable and absorb_quantizer(value, source, wanted):
-                return source
+                return self._keep(x.index, source)
             if alone:
                 return self._edge(x.index, wanted)
         edge = self._edge(x.index)
         if edge.source_range == wanted:
             return edge
-        changed = Edge("affine", (edge,), wanted, {}, Pending("affine", (), ()))
-        self.edges.append(changed)
-        return changed
+        key = edge, wanted
+        if key not in self.changed:
+            layer = Pending("affine", (), ())
+            self.changed[key] = Edge("affine", (edge,), wanted, {}, layer)
+            self.edges.append(self.changed[key])
+        return self.changed[key]
 
     # Layers.
 

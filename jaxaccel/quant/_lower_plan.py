@@ -22,6 +22,12 @@ class Given:
     spec: QuantSpec
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """Least and largest number that has a code."""
+        spec, zero = self.spec, self.zero_point
+        return self.scale * (spec.qmin - zero), self.scale * (spec.qmax - zero)
+
+    @property
     def qparams(self) -> QParams:
         """Both as arrays."""
         return QParams(np.float32(self.scale), np.int32(self.zero_point))
@@ -29,10 +35,28 @@ class Given:
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """The range of the unknown with this index, over the calibration batches."""
+    """The range of the unknown with this index, over the calibration batches.
+
+    Attributes:
+      index: Of the unknown.
+      source: Line of its step.
+      preferred: Of a quantizer that one reader has but others have not; taken for
+        all if it covers what is observed.
+    """
 
     index: int
     source: str
+    preferred: Given | None = None
+
+    def choose(self, observed: Given) -> Given:
+        """Returns the quantizer's range unless the other readers lose by it."""
+        wanted = self.preferred
+        if wanted is None or wanted.spec.bits < observed.spec.bits:
+            return observed
+        (low, high), (least, largest) = wanted.ends, observed.ends
+        slack = (largest - least) / 16
+        covers = low <= least + slack and high >= largest - slack
+        return wanted if covers else observed
 
 
 Range = Given | Observed | None
@@ -111,6 +135,16 @@ class Pending:
         """Returns the layer followed by `clip(y, lo, hi)`."""
         low, high = (min(max(x, lo), hi) for x in (self.lo, self.hi))
         return dataclasses.replace(self, lo=low, hi=high)
+
+    @property
+    def identity(self) -> bool:
+        """Whether gain and bias change nothing."""
+        return bool((np.asarray(self.gain) == 1).all() and not np.any(self.bias))
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is a change of the scale alone."""
+        return self.kind == "affine" and self.identity and self.open
 
     @property
     def activation(self) -> tuple[float | None, float | None] | None:

@@ -1,6 +1,7 @@
 """Lowering against the floating network it was made of, from linen, NNX and jax."""
 
 import re
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -63,19 +64,20 @@ class Residual(nnx.Module):
         return self.head(x.mean(axis=(1, 2)))
 
 
-def _shake(tree, rng):
-    """Gives batch norms statistics that are not 0 and 1, and some negative scales."""
+def _fill(tree, rng):
+    """Parameters and statistics with some negative scales, without running `init`."""
 
-    def change(path, x):
+    def draw(path, x):
         name = jax.tree_util.keystr(path)
         noise = rng.normal(size=x.shape).astype(np.float32)
         if "var" in name:
             return jnp.asarray(np.exp(noise))
         if "scale" in name:
             return jnp.asarray(1 + 0.6 * noise)
-        return x if "kernel" in name else jnp.asarray(0.3 * noise)
+        fan_in = np.prod(x.shape[:-1]) if "kernel" in name else 10
+        return jnp.asarray(noise / np.sqrt(fan_in))
 
-    return jax.tree_util.tree_map_with_path(change, tree)
+    return jax.tree_util.tree_map_with_path(draw, tree)
 
 
 def _images(rng, *shape):
@@ -90,7 +92,7 @@ def linen():
     """`apply` and images of the sequential network."""
     rng = np.random.default_rng(3)
     images, model = _images(rng, 64, 12, 12, 1), Sequential()
-    variables = _shake(jax.jit(model.init)(jax.random.key(0), images), rng)
+    variables = _fill(jax.eval_shape(model.init, jax.random.key(0), images), rng)
     return lambda x: model.apply(variables, x), images
 
 
@@ -98,9 +100,8 @@ def linen():
 def residual():
     """`apply` and images of the residual network, in [0, 1]."""
     rng = np.random.default_rng(4)
-    model = Residual(nnx.Rngs(0))
-    graphdef, state = nnx.split(model)
-    model = nnx.merge(graphdef, _shake(state, rng))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Residual(nnx.Rngs(0))))
+    model = nnx.merge(graphdef, _fill(state, rng))
     return model, (_images(rng, 64, 8, 8, 3) / 255).astype(np.float32)
 
 
@@ -232,6 +233,62 @@ def test_quantizers_survive(trained, rng):
     difference = np.abs(got - want)
     assert difference.max() <= 1 and (difference > 0).mean() <= 0.06
     assert len(np.unique(want)) > 50
+
+
+class Plain(nn.Module):
+    """Convolutions, a maximum, dense layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(6, (3, 3), strides=2)(x.astype(jnp.float32) / 255)
+        x = nn.relu(nn.Conv(8, (3, 3))(nn.relu(x)))
+        x = nn.max_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1)
+        return nn.Dense(5)(nn.relu(nn.Dense(16)(x)))
+
+
+def test_layers_of_fake_quantize(rng):
+    images, model = _images(rng, 64, 8, 8, 3), Plain()
+    # The last batch of uint8 has both of its ends.
+    images[-1, 0, 0], images[-1, 0, 1] = 0, 255
+    with quant.fake_quantize(quant.LayerRule(observer=quant.minmax)):
+        shapes = jax.eval_shape(model.init, jax.random.key(0), images)
+        params: dict[str, Any] = {"params": _fill(shapes["params"], rng)}
+        _, stats = model.apply(params, images, mutable=["quant_stats"])
+        variables = params | dict(stats)
+
+        def apply(x):
+            return model.apply(variables, x)
+
+        graph = quant.lower_integer(apply, images, calibration=[images])
+        numbers = jax.jit(apply)(images)
+    assert [type(node).__name__ for node in graph.nodes] == [
+        "Conv", "Conv", "MaxPool", "Reshape", "Dense", "Dense"
+    ]  # fmt: skip
+    tensor = graph.output_tensor
+    want = np.asarray(quant.quantize(numbers, tensor.qparams, tensor.codes), int)
+    got = np.asarray(quant.integer_apply(graph, images), int)
+    difference = np.abs(got - want)
+    assert difference.max() <= 1 and (difference > 0).mean() <= 0.06
+
+
+@pytest.mark.parametrize(("step", "rescaled"), [(0.03, 2), (0.2, 1)])
+def test_two_quantizers_of_one_tensor(step, rescaled, rng):
+    """Two layers, of which a shortcut reads the sum as it is."""
+    kernel = rng.normal(size=(6, 6)).astype(np.float32)
+
+    def apply(x):
+        x = x.astype(jnp.float32) / 255
+        y = _fake(x, 1 / 255, -128) @ kernel + _fake(x, 1 / 255, -128) @ kernel.T
+        return _fake(y, step) @ kernel + _fake(y, 0.06) @ kernel + y
+
+    images = rng.integers(0, 256, (64, 6)).astype(np.uint8)
+    graph = quant.lower_integer(apply, images, calibration=images)
+    kinds = [type(node).__name__ for node in graph.nodes]
+    # A quantizer that cuts off what the shortcut adds is not shared with it.
+    assert kinds.count("Affine") == rescaled and kinds.count("Add") == 3
+    assert graph.input_tensor.scale == float(np.float32(1 / 255))
+    got = _numbers(graph, quant.integer_apply(graph, images))
+    assert _error(got, jax.jit(apply)(images)) < 0.04
 
 
 def test_negative_gain_of_the_lowest_code():
