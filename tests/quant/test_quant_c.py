@@ -45,7 +45,7 @@ def _run(folder, codes, *arguments):
 )
 def test_c_equals_integer_apply(name, rounding, make_graph, random_codes, tmp_path):
     graph = make_graph(name)
-    codes = random_codes(graph, 64)
+    codes = random_codes(graph, 32)
     want = np.asarray(quant.integer_apply(graph, codes, rounding=rounding))
     _build(graph, tmp_path, rounding=rounding)
     got = _run(tmp_path, codes)
@@ -57,7 +57,7 @@ def test_c_equals_integer_apply(name, rounding, make_graph, random_codes, tmp_pa
 @pytest.mark.parametrize("name", ["residual", "16x8"])
 def test_c_is_clean_under_sanitizers(name, make_graph, random_codes, tmp_path):
     graph = make_graph(name)
-    codes = random_codes(graph, 4)
+    codes = random_codes(graph, 32)
     sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     _build(graph, tmp_path, *sanitize)
     want = np.asarray(quant.integer_apply(graph, codes))
@@ -67,7 +67,7 @@ def test_c_is_clean_under_sanitizers(name, make_graph, random_codes, tmp_path):
 @needs_gcc
 def test_c_prints_the_class(make_graph, random_codes, tmp_path):
     graph = make_graph("dequantize")
-    codes = random_codes(graph, 16)
+    codes = random_codes(graph, 32)
     _build(graph, tmp_path)
     want = np.asarray(quant.integer_apply(graph, codes)).argmax(-1)
     np.testing.assert_array_equal(_run(tmp_path, codes, "--class")[:, 0], want)

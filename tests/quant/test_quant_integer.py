@@ -94,7 +94,7 @@ def _move(node, inputs, y):
 )
 def test_integer_apply_equals_loops(name, make_graph, random_codes):
     graph = make_graph(name)
-    codes = random_codes(graph, 16)
+    codes = random_codes(graph, 32)
     got = quant.integer_apply(graph, codes)
     assert got.dtype == graph.output_tensor.dtype
     np.testing.assert_array_equal(got, _oracle(graph, codes))
@@ -104,7 +104,7 @@ def test_integer_apply_equals_loops(name, make_graph, random_codes):
 @pytest.mark.parametrize("name", ["plain", "narrow", "power of two", "16x8"])
 def test_twin_is_off_by_one_at_most(name, make_graph, random_codes):
     graph = make_graph(name)
-    codes = random_codes(graph, 64)
+    codes = random_codes(graph, 32)
     want = np.asarray(quant.integer_apply(graph, codes)).astype(int)
     difference = np.abs(np.asarray(quant.simulate(graph, codes)).astype(int) - want)
     assert difference.max() <= 1 and (difference > 0).mean() <= 0.06
@@ -112,7 +112,7 @@ def test_twin_is_off_by_one_at_most(name, make_graph, random_codes):
 
 def test_roundings_differ_by_little(make_graph, random_codes):
     graph = make_graph("plain")
-    codes = random_codes(graph, 64)
+    codes = random_codes(graph, 32)
     single, double = (
         np.asarray(quant.integer_apply(graph, codes, rounding=r)).astype(int)
         for r in ("single", "double")
@@ -122,7 +122,7 @@ def test_roundings_differ_by_little(make_graph, random_codes):
 
 
 def test_last_nodes(make_graph, random_codes):
-    codes = random_codes(make_graph("residual"), 16)
+    codes = random_codes(make_graph("residual"), 32)
     logits = quant.integer_apply(make_graph("residual"), codes)
     classes = quant.integer_apply(make_graph("argmax"), codes)
     np.testing.assert_array_equal(classes, np.argmax(logits, axis=-1))
@@ -134,7 +134,7 @@ def test_last_nodes(make_graph, random_codes):
 
 def test_inside_jit_and_vmap(make_graph, random_codes):
     graph = make_graph("plain")
-    codes = random_codes(graph, 4)
+    codes = random_codes(graph, 32)
     want = quant.integer_apply(graph, codes)
 
     def apply(x):

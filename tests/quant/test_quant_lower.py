@@ -146,6 +146,7 @@ def test_nnx_residual_network(residual):
     assert _error(_numbers(graph, codes), jax.jit(model)(images)) < 0.06
 
 
+@pytest.mark.slow
 def test_residual_without_input_codes(residual):
     model, images = residual
     percentile = quant.lower_integer(
@@ -448,11 +449,14 @@ def test_argmax_is_the_last_node(rng):
     [
         (quant.UINT8_ACTIVATION, quant.INT8_WEIGHT, 0.03),
         (quant.INT16_ACTIVATION, quant.INT8_WEIGHT, 0.02),
-        (quant.QuantSpec(bits=4), quant.INT4_WEIGHT, 0.4),
-        (
+        pytest.param(
+            quant.QuantSpec(bits=4), quant.INT4_WEIGHT, 0.4, marks=pytest.mark.slow
+        ),
+        pytest.param(
             quant.QuantSpec(symmetric=True, pow2_scale=True),
             quant.QuantSpec(symmetric=True, pow2_scale=True, channel_axis=-1),
             0.06,
+            marks=pytest.mark.slow,
         ),
     ],
 )

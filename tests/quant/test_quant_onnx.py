@@ -40,13 +40,13 @@ def _check(graph, codes, *, most, share=0.0, values=10, **options):
 )
 def test_plain_network_is_equal(opset, activation, make_graph, random_codes):
     graph = make_graph("plain")
-    codes = random_codes(graph, 64)
+    codes = random_codes(graph, 32)
     _check(graph, codes, most=0, opset=opset, activation=activation)
 
 
 def test_narrow_network_is_equal(make_graph, random_codes):
     graph = make_graph("narrow")
-    codes = random_codes(graph, 64)
+    codes = random_codes(graph, 32)
     _check(graph, codes, most=0, values=5)
     _check(graph, codes, most=0, values=5, activation="int8")
 
@@ -108,7 +108,7 @@ def test_map_comes_out_channels_last(kind, rng, random_codes):
         return b.conv(x, kernel, output=_range(-8.0, 8.0), groups=2, strides=2)
 
     graph = _one((7, 6, 2), layer)
-    _check(graph, random_codes(graph, 8), most=0, activation=kind)
+    _check(graph, random_codes(graph, 32), most=0, activation=kind)
 
 
 def test_reshaped_ends_keep_the_callers_format(rng, random_codes):
@@ -119,12 +119,12 @@ def test_reshaped_ends_keep_the_callers_format(rng, random_codes):
         return b.reshape(y, (1, 2, 2))
 
     graph = _one((7, 6, 2), layer)
-    _check(graph, random_codes(graph, 8), most=0, activation="uint8")
+    _check(graph, random_codes(graph, 32), most=0, activation="uint8")
 
 
 def test_residual_network(make_graph, random_codes):
     graph = make_graph("residual")
-    codes = random_codes(graph, 256)
+    codes = random_codes(graph, 32)
     want = np.asarray(quant.integer_apply(graph, codes)).astype(int)
     got = _run(quant.to_onnx_qdq(graph), codes)
     # The last layer multiplies what the layers before are off by one.
@@ -132,13 +132,13 @@ def test_residual_network(make_graph, random_codes):
     top = np.sort(want, axis=-1)
     clear = top[:, -1] - top[:, -2] > 8
     np.testing.assert_array_equal(got.argmax(-1)[clear], want.argmax(-1)[clear])
-    assert clear.mean() > 0.5
+    assert clear.mean() > 0.3
 
 
 @pytest.mark.parametrize("name", ["argmax", "dequantize"])
 def test_last_nodes(name, make_graph, random_codes):
     graph = make_graph(name)
-    codes = random_codes(graph, 64)
+    codes = random_codes(graph, 32)
     want = np.asarray(quant.integer_apply(graph, codes))
     got = _run(quant.to_onnx_qdq(graph), codes)
     assert got.dtype == want.dtype and got.shape == want.shape
@@ -153,7 +153,7 @@ def test_16_bits_need_opset_21(make_graph, random_codes):
     graph = make_graph("16x8")
     with pytest.raises(ValueError, match="16-bit activations need opset=21"):
         quant.to_onnx_qdq(graph)
-    codes = random_codes(graph, 16)
+    codes = random_codes(graph, 32)
     want = np.asarray(quant.integer_apply(graph, codes)).astype(int)
     # Optimized, its dense layers round activations to 8 bits (MatMulNBits).
     got = _run(quant.to_onnx_qdq(graph, opset=21), codes, optimize=False)

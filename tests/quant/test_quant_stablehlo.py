@@ -14,7 +14,7 @@ def test_round_trip(name, rounding, make_graph, random_codes):
     graph = make_graph(name)
     data = quant.to_stablehlo(graph, rounding=rounding)
     network = export.deserialize(bytearray(data))
-    for batch in (2, 5):
+    for batch in (2, 32):
         codes = random_codes(graph, batch)
         want = quant.integer_apply(graph, codes, rounding=rounding)
         got = network.call(codes)
