@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -182,6 +182,20 @@ class GraphSize:
             )
             for row in rows
         )
+
+
+def ending_with(
+    output: str, tensors: Mapping[str, Tensor], nodes: Sequence[Node], source: str
+) -> IntGraph:
+    """Returns the network of those nodes that an output needs."""
+    needed, kept = {output}, []
+    for node in reversed(nodes):
+        if node.output in needed:
+            needed.update(node.inputs)
+            kept.append(node)
+    names = {source, *(node.output for node in kept)}
+    found = {name: tensor for name, tensor in tensors.items() if name in names}
+    return IntGraph(found, tuple(reversed(kept)), source, output)
 
 
 def check_accumulator(node: Node, source: Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxaccel.quant._graph import IntGraph
+from jaxaccel.quant._graph import IntGraph, ending_with
 from jaxaccel.quant._graph_nodes import (
     Add,
     Affine,
@@ -23,9 +23,10 @@ from jaxaccel.quant._graph_nodes import (
 )
 from jaxaccel.quant._graph_weights import (
     Activation,
-    check_activation_spec,
     clamp_codes,
+    describe,
     encode_linear,
+    same_codes,
 )
 from jaxaccel.quant._graph_windows import (
     Padding,
@@ -35,7 +36,7 @@ from jaxaccel.quant._graph_windows import (
     pool_windows,
     resolve,
 )
-from jaxaccel.quant._qparams import QParams, check_qparams
+from jaxaccel.quant._qparams import QParams
 from jaxaccel.quant._qtensor import QTensor
 from jaxaccel.quant._requantize import quantize_multiplier
 from jaxaccel.quant._spec import (
@@ -97,7 +98,8 @@ class IntGraphBuilder:
         self._tensors: dict[str, Tensor] = {}
         self._nodes: list[Node] = []
         self.activation_spec, self.weight_spec = activation_spec, weight_spec
-        self.input = self._tensor("input", input_shape, input_qparams, input_spec)
+        self.input = describe("input", input_shape, input_qparams, input_spec)
+        self._tensors["input"] = self.input
 
     def conv(
         self,
@@ -292,20 +294,9 @@ class IntGraphBuilder:
         if not count_include_pad and any(map(any, pads)):
             counts = count_entries(x.shape[:2], sizes, steps, pads)
         m0, shift = quantize_multiplier(x.scale / (counts * y.scale))
+        fields = (sizes, steps, pads, count_include_pad, m0, shift)
         lo, hi = clamp_codes(activation, y)
-        node = AveragePool(
-            (x.name,),
-            y.name,
-            sizes,
-            steps,
-            pads,
-            count_include_pad,
-            m0,
-            shift,
-            lo,
-            hi,
-        )
-        return self._add(node, y)
+        return self._add(AveragePool((x.name,), y.name, *fields, lo, hi), y)
 
     def global_average_pool(
         self,
@@ -362,7 +353,7 @@ class IntGraphBuilder:
             raise ValueError(f"cannot join shapes {shapes} along axis {axis}")
         shape = list(xs[0].shape)
         shape[axis] = sum(x.shape[axis] for x in xs)
-        wanted = self._describe("", shape, output, spec or self.activation_spec)
+        wanted = describe("", shape, output, spec or self.activation_spec)
         xs = [
             x if same_codes(x, wanted) else self.affine(x, output=output, spec=spec)
             for x in xs
@@ -394,14 +385,7 @@ class IntGraphBuilder:
         Raises:
           ValueError: See `IntGraph`.
         """
-        needed, nodes = {output.name}, []
-        for node in reversed(self._nodes):
-            if node.output in needed:
-                needed.update(node.inputs)
-                nodes.append(node)
-        names = {self.input.name, *(node.output for node in nodes)}
-        tensors = {name: t for name, t in self._tensors.items() if name in names}
-        return IntGraph(tensors, tuple(reversed(nodes)), self.input.name, output.name)
+        return ending_with(output.name, self._tensors, self._nodes, self.input.name)
 
     def _add(self, node: Node, output: Tensor) -> Tensor:
         for name in node.inputs:
@@ -415,30 +399,7 @@ class IntGraphBuilder:
         self, kind: str, shape: Any, qparams: QParams, spec: QuantSpec | None
     ) -> Tensor:
         spec = self.activation_spec if spec is None else spec
-        return self._describe(self._name(kind), shape, qparams, spec)
+        return describe(self._name(kind), shape, qparams, spec)
 
     def _name(self, kind: str) -> str:
         return f"{kind}_{len(self._nodes)}"
-
-    def _tensor(
-        self, name: str, shape: Any, qparams: QParams, spec: QuantSpec
-    ) -> Tensor:
-        self._tensors[name] = self._describe(name, shape, qparams, spec)
-        return self._tensors[name]
-
-    def _describe(
-        self, name: str, shape: Any, qparams: QParams, spec: QuantSpec
-    ) -> Tensor:
-        check_activation_spec(spec, name)
-        scale = np.asarray(qparams.scale, np.float32)
-        zero = np.asarray(qparams.zero_point)
-        check_qparams(QParams(scale, zero), (), spec)
-        sizes = tuple(int(n) for n in shape)
-        return Tensor(name, sizes, float(scale), int(zero), spec)
-
-
-def same_codes(x: Tensor, y: Tensor) -> bool:
-    """Whether a code means the same number in both tensors."""
-    a, b = x.codes, y.codes
-    same = (x.scale, x.zero_point) == (y.scale, y.zero_point)
-    return same and (a.qmin, a.qmax, x.dtype) == (b.qmin, b.qmax, y.dtype)

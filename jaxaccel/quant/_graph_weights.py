@@ -1,11 +1,13 @@
 """Kernels and biases as integers, and the bounds of a clamp as codes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike
 
 from jaxaccel.quant._graph_nodes import Tensor
+from jaxaccel.quant._qparams import QParams, check_qparams
 from jaxaccel.quant._qtensor import QTensor
 from jaxaccel.quant._requantize import quantize_multiplier
 from jaxaccel.quant._spec import QuantSpec
@@ -112,6 +114,25 @@ def check_activation_spec(spec: QuantSpec, name: str) -> None:
         wanted.append("rounding that is not stochastic")
     if wanted:
         raise ValueError(f"activation {name!r} needs {', '.join(wanted)}; got {spec}")
+
+
+def describe(
+    name: str, shape: Sequence[int], qparams: QParams, spec: QuantSpec
+) -> Tensor:
+    """Returns a tensor, checked to be one that integer layers can read and write."""
+    check_activation_spec(spec, name)
+    scale = np.asarray(qparams.scale, np.float32)
+    zero = np.asarray(qparams.zero_point)
+    check_qparams(QParams(scale, zero), (), spec)
+    sizes = tuple(int(n) for n in shape)
+    return Tensor(name, sizes, float(scale), int(zero), spec)
+
+
+def same_codes(x: Tensor, y: Tensor) -> bool:
+    """Whether a code means the same number in both tensors."""
+    a, b = x.codes, y.codes
+    same = (x.scale, x.zero_point) == (y.scale, y.zero_point)
+    return same and (a.qmin, a.qmax, x.dtype) == (b.qmin, b.qmax, y.dtype)
 
 
 def clamp_codes(activation: Activation, output: Tensor) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def to_onnx_qdq(
       >>> logits = quant.compute_qparams(-1.0, 1.5, quant.INT8_ACTIVATION)
       >>> kernel = np.array([[0.5, -1.0], [1.0, 0.25]])
       >>> graph = builder.build(builder.dense(builder.input, kernel, output=logits))
-      >>> model = quant.to_onnx_qdq(graph)
+      >>> model = quant.to_onnx_qdq(graph, activation="int8")
       >>> [node.op_type for node in model.graph.node][-2:]
       ['Gemm', 'QuantizeLinear']
 
