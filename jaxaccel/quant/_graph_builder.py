@@ -6,21 +6,9 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxaccel.quant import _graph_nodes as nodes
 from jaxaccel.quant._graph import IntGraph, ending_with
-from jaxaccel.quant._graph_nodes import (
-    Add,
-    Affine,
-    Argmax,
-    AveragePool,
-    Concat,
-    Conv,
-    Dense,
-    Dequantize,
-    MaxPool,
-    Node,
-    Reshape,
-    Tensor,
-)
+from jaxaccel.quant._graph_nodes import Node, Tensor
 from jaxaccel.quant._graph_weights import (
     Activation,
     clamp_codes,
@@ -147,7 +135,7 @@ class IntGraphBuilder:
         y = self._next("conv", (height, width, shape[3]), output, spec)
         fields = encode_linear(kernel, bias, x, y, activation, self.weight_spec)
         fields |= {"strides": strides, "padding": padding, "dilation": dilation}
-        return self._add(Conv((x.name,), y.name, groups=groups, **fields), y)
+        return self._add(nodes.Conv((x.name,), y.name, groups=groups, **fields), y)
 
     def dense(
         self,
@@ -168,7 +156,7 @@ class IntGraphBuilder:
             )
         y = self._next("dense", shape[1:], output, spec)
         fields = encode_linear(kernel, bias, x, y, activation, self.weight_spec)
-        return self._add(Dense((x.name,), y.name, **fields), y)
+        return self._add(nodes.Dense((x.name,), y.name, **fields), y)
 
     def affine(
         self,
@@ -203,7 +191,7 @@ class IntGraphBuilder:
             INT8_WEIGHT,
         )
         fields = encode_linear(exact, offset, x, y, activation, INT8_WEIGHT)
-        return self._add(Affine((x.name,), y.name, **fields), y)
+        return self._add(nodes.Affine((x.name,), y.name, **fields), y)
 
     def relu(self, x: Tensor) -> Tensor:
         """Clamps at 0; cheaper as the `activation` of the layer before."""
@@ -233,7 +221,7 @@ class IntGraphBuilder:
         multipliers = [x.scale / unit, y.scale / unit, unit / 2**left / total.scale]
         m0, shift = quantize_multiplier(np.array(multipliers))
         lo, hi = clamp_codes(activation, total)
-        node = Add((x.name, y.name), total.name, m0, shift, left, lo, hi)
+        node = nodes.Add((x.name, y.name), total.name, m0, shift, left, lo, hi)
         return self._add(node, total)
 
     def max_pool(
@@ -257,7 +245,7 @@ class IntGraphBuilder:
         """
         sizes, steps, pads, shape = pool_windows(x.shape, window, strides, padding)
         y = self._next("max_pool", shape, x.qparams, x.codes)
-        return self._add(MaxPool((x.name,), y.name, sizes, steps, pads), y)
+        return self._add(nodes.MaxPool((x.name,), y.name, sizes, steps, pads), y)
 
     def average_pool(
         self,
@@ -296,7 +284,7 @@ class IntGraphBuilder:
         m0, shift = quantize_multiplier(x.scale / (counts * y.scale))
         fields = (sizes, steps, pads, count_include_pad, m0, shift)
         lo, hi = clamp_codes(activation, y)
-        return self._add(AveragePool((x.name,), y.name, *fields, lo, hi), y)
+        return self._add(nodes.AveragePool((x.name,), y.name, *fields, lo, hi), y)
 
     def global_average_pool(
         self,
@@ -321,7 +309,7 @@ class IntGraphBuilder:
         y = self._next("reshape", shape, x.qparams, x.codes)
         if y.size != x.size:
             raise ValueError(f"cannot reshape {x.shape} into {y.shape}")
-        return self._add(Reshape((x.name,), y.name), y)
+        return self._add(nodes.Reshape((x.name,), y.name), y)
 
     def concat(
         self,
@@ -359,19 +347,19 @@ class IntGraphBuilder:
             for x in xs
         ]
         y = self._next("concat", shape, output, spec)
-        return self._add(Concat(tuple(x.name for x in xs), y.name, axis), y)
+        return self._add(nodes.Concat(tuple(x.name for x in xs), y.name, axis), y)
 
     def argmax(self, x: Tensor) -> Tensor:
         """Finds the class: the index of the largest code along the last axis."""
         x.codes  # noqa: B018 (raises without codes)
         y = Tensor(self._name("argmax"), x.shape[:-1], kind="classes")
-        return self._add(Argmax((x.name,), y.name), y)
+        return self._add(nodes.Argmax((x.name,), y.name), y)
 
     def dequantize(self, x: Tensor) -> Tensor:
         """Turns the last codes into float32; the C export leaves it to its caller."""
         x.codes  # noqa: B018
         y = Tensor(self._name("numbers"), x.shape, kind="numbers")
-        return self._add(Dequantize((x.name,), y.name), y)
+        return self._add(nodes.Dequantize((x.name,), y.name), y)
 
     def build(self, output: Tensor) -> IntGraph:
         """Returns the network that ends with a tensor, without what it needs not.
