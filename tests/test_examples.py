@@ -83,6 +83,17 @@ def check_resume(out: str) -> None:
     assert found and int(found[1]) > 3 * 4 * (64 * 32 + 32 * 10)
 
 
+def check_quantize(out: str) -> None:
+    sizes = re.findall(r"^(conv\w+|dense\w+|total) .* ([\d.]+)$", out, re.M)
+    assert [name.split("_")[0] for name, _ in sizes] == ["conv", "dense", "total"]
+    assert 3.5 < float(sizes[-1][1]) < 4
+    found = dict(re.findall(r"^(float32|int8) +([\d.]+)%$", out, re.M))
+    accuracies = {name: float(value) for name, value in found.items()}
+    assert set(accuracies) == {"float32", "int8"} and accuracies["float32"] > 95
+    assert abs(accuracies["int8"] - accuracies["float32"]) < 1
+    assert out.endswith("C: main.c, net.c, net.h\n")
+
+
 # One entry an example: a new one fails until it says here what it prints.
 CHECKS = {
     "01_chain_a_transform": check_chain_a_transform,
@@ -92,6 +103,7 @@ CHECKS = {
     "05_a_transform_of_your_own": check_a_transform_of_your_own,
     "06_read_any_format": check_read_any_format,
     "07_resume": check_resume,
+    "08_quantize": check_quantize,
 }
 
 

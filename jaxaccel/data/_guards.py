@@ -95,7 +95,7 @@ def check_pipeline(dataset: Any) -> list[str]:
       >>> import grain
       >>> import numpy as np
       >>> from jaxaccel.data import check_pipeline
-      >>> images = np.zeros((64, 32, 32, 3), np.uint8)
+      >>> images = np.zeros((64, 8, 8, 3), np.uint8)
       >>> dataset = grain.MapDataset.source(images).map(lambda x: x / 255).batch(16)
       >>> with warnings.catch_warnings():
       ...     warnings.simplefilter("ignore")
